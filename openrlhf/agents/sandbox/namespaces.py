@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from openrlhf.agents.sandbox import linux
 
-NOBODY = 65534  # user that programs run as if the server is root: RLIMIT_NPROC does not limit root
+UNPRIVILEGED = 65534  # user that programs run as if the server is root: RLIMIT_NPROC does not limit root
 ROOT_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -27,7 +27,7 @@ def map_users(server: int) -> int:
             if own != 0:
                 raise PermissionError
             with open(f"/proc/{server}/{kind}_map", "w") as file:
-                file.write(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+                file.write(f"0 0 1\n{UNPRIVILEGED} {UNPRIVILEGED} 1\n")
         except PermissionError:
             own_only = True
             if kind == "gid":
@@ -68,7 +68,7 @@ def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
         os.waitpid(child, 0)
         os._exit(0)
     linux.prctl(linux.PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    return (NOBODY, NOBODY) if outcome == 0 else own
+    return (UNPRIVILEGED, UNPRIVILEGED) if outcome == 0 else own
 
 
 def make_root() -> list[str]:
@@ -99,7 +99,7 @@ def make_root() -> list[str]:
     with suppress(OSError):
         linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES)
     with open("/etc/passwd", "w") as file:
-        file.write(f"program:x:{NOBODY}:{NOBODY}::/tmp:/bin/sh\n")
+        file.write(f"program:x:{UNPRIVILEGED}:{UNPRIVILEGED}::/tmp:/bin/sh\n")
     linux.unmount("/old")
     os.rmdir("/old")
     linux.mount("none", "/", flags=linux.REMOUNT | linux.BIND | linux.READ_ONLY | linux.NO_SUID | linux.NO_DEVICES)

@@ -42,7 +42,7 @@ from openrlhf.agents.sandbox.fork_server import (
     read_frame,
     write_frame,
 )
-from openrlhf.agents.sandbox.namespaces import NOBODY, ROOT_FOLDERS, SETTINGS
+from openrlhf.agents.sandbox.namespaces import ROOT_FOLDERS, SETTINGS, UNPRIVILEGED
 from openrlhf.errors import ConfigError
 
 Limit: TypeAlias = Literal["seconds", "cpu_seconds", "memory", "output"]
@@ -210,7 +210,7 @@ class ForkServer:
         """Return RLIMIT_NPROC, which counts all processes of the program's user in its user namespace."""
         if self.isolation == "none":
             return processes + count_tasks(os.getuid())
-        return processes if self.isolation == "namespaces" and self.user == NOBODY else processes + 3
+        return processes if self.isolation == "namespaces" and self.user == UNPRIVILEGED else processes + 3
 
     @property
     def is_reusable(self) -> bool:
@@ -263,7 +263,7 @@ def bubblewrap_command(disk: int) -> list[str]:
         else:
             command += ["--ro-bind-try", path, path]
     command += ["--ro-bind", f"{PACKAGE_ROOT}/openrlhf", f"{PACKAGE_ROOT}/openrlhf"]
-    user = ["--uid", str(NOBODY), "--gid", str(NOBODY)] if os.getuid() == 0 else []
+    user = ["--uid", str(UNPRIVILEGED), "--gid", str(UNPRIVILEGED)] if os.getuid() == 0 else []
     command += [*user, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(disk), "--tmpfs", "/dev/shm"]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]
