@@ -48,6 +48,12 @@ def say(line: str) -> None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
+def prints_into_notebook() -> bool:
+    """Return whether stderr is the output of a notebook's cell, which can overwrite a line as a terminal can."""
+    streams = sys.modules.get("ipykernel.iostream")  # tools import it outside a notebook, too
+    return streams is not None and isinstance(sys.stderr, streams.OutStream)
+
+
 def shown_number(value: float) -> str:
     """Return a number as people write it: four digits, and 10,040 rather than 1.004e+04."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
@@ -88,7 +94,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.told_at = self.started = time.monotonic()
         self.told = done  # what the last line said
         self.bar: tqdm[NoReturn] | None = None
-        notebook = "ipykernel" in sys.modules  # can overwrite a line, too
+        notebook = prints_into_notebook()
         if not self.hidden and (notebook or sys.stderr.isatty()):
             from tqdm import tqdm  # imported late to keep flag parsing fast
 

@@ -4,7 +4,10 @@ import io
 import json
 import sys
 
+import ipykernel.iostream  # noqa: F401 - libraries import it outside a notebook, and stderr is a log file all the same
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from openrlhf import monitor as module
 from openrlhf.monitor import Monitor, Progress, is_main_process, say, shown_count, shown_number, shown_time
@@ -140,6 +143,17 @@ def test_a_brief_bar_disappears(monkeypatch):
     with Progress("evaluate", total=2, unit="batch", brief=True) as progress:
         progress.advance()
     assert terminal.getvalue().endswith("\r")
+
+
+def test_a_notebook_gets_a_bar():
+    code = """
+from openrlhf.monitor import Progress
+with Progress("train", total=2, unit="step") as progress:
+    progress.advance()
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(notebook).execute()
+    assert "| 1/2 [" in "".join(output.text for output in notebook.cells[0].outputs)
 
 
 @pytest.fixture
