@@ -100,7 +100,7 @@ class Teacher:
     head: Head
 
 
-Wanted = TypeVar("Wanted", bound=Outputs)
+Requested = TypeVar("Requested", bound=Outputs)
 
 
 class Network(nn.Module):
@@ -147,14 +147,14 @@ class Network(nn.Module):
         return None if takes_any else frozenset(parameters)
 
     def forward(
-        self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
-    ) -> Wanted:
+        self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Requested:
         """Run the decoder over a batch and return the requested kind of outputs.
 
         `temperature` divides the logits: one value, or [rows, tokens]. `teacher` is required for DistillationTerms.
         """
-        if wanted in (OwnLogProbs, OwnScores):
-            return wanted(**self._own(batch, scores=wanted is OwnScores))
+        if kind in (OwnLogProbs, OwnScores):
+            return kind(**self._own(batch, scores=kind is OwnScores))
         share = None
         if self.ring is not None:
             assert len(batch.input_ids) == 1, "ring attention needs a packed row"
@@ -163,23 +163,23 @@ class Network(nn.Module):
         hidden, aux_loss = self._hidden(batch, share)  # [tokens, hidden]
 
         # Positions in the flattened batch of the hidden states that the head is applied to, [selected].
-        if issubclass(wanted, Scores):
+        if issubclass(kind, Scores):
             places = last_tokens(batch)
         else:
             places = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
-            if not issubclass(wanted, TargetLogits):
+            if not issubclass(kind, TargetLogits):
                 places = places - 1  # a token is predicted by the state before it
         held: Any = (
             slice(None) if share is None else share.held(places)
         )  # indices of the positions in this process, [selected here]
         here = places if share is None else share.local(places[held])
-        found = self._apply_head(hidden[here], held, batch, wanted, temperature, teacher)
+        found = self._apply_head(hidden[here], held, batch, kind, temperature, teacher)
         if share is not None:  # every process needs all outputs
             found = {name: share.join(values, held, len(places)) for name, values in found.items()}
-        if issubclass(wanted, LogProbs | Values):  # scatter [targets] to [rows, tokens]
+        if issubclass(kind, LogProbs | Values):  # scatter [targets] to [rows, tokens]
             mask = batch.target_mask
             found = {name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in found.items()}
-        return wanted(aux_loss=aux_loss, **found)
+        return kind(aux_loss=aux_loss, **found)
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [tokens, hidden] of the flattened batch or share, and the auxiliary loss."""
@@ -223,26 +223,26 @@ class Network(nn.Module):
         hidden: Tensor,
         held: slice | Tensor,
         batch: Batch,
-        wanted: type[Outputs],
+        kind: type[Outputs],
         temperature: float | Tensor,
         teacher: Teacher | None,
     ) -> dict[str, Tensor]:
         """Apply the head to hidden states [selected here, hidden]; return outputs [selected here, ...] by field."""
-        if issubclass(wanted, HiddenStates):
+        if issubclass(kind, HiddenStates):
             return {"hidden": hidden}
-        if issubclass(wanted, Scores | Values):
-            name = "scores" if issubclass(wanted, Scores) else "values"
+        if issubclass(kind, Scores | Values):
+            name = "scores" if issubclass(kind, Scores) else "values"
             return {name: self.scalar_head(hidden).squeeze(-1).float()}
         head = self.vocabulary_head
-        if issubclass(wanted, TargetLogits):
+        if issubclass(kind, TargetLogits):
             return {"logits": head(hidden).float()}
         targets = batch.input_ids[batch.target_mask][held]  # [targets here]
         if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
             temperature = temperature.to(targets.device)[batch.target_mask][held]
-        if issubclass(wanted, LogProbsAndEntropy):
+        if issubclass(kind, LogProbsAndEntropy):
             log_probs, entropy = token_log_probs_and_entropy(hidden, targets, head, temperature=temperature)
             return {"log_probs": log_probs, "entropy": entropy}
-        if issubclass(wanted, DistillationTerms):
+        if issubclass(kind, DistillationTerms):
             if teacher is None:
                 raise ValueError("DistillationTerms needs a teacher")
             taught = teacher.hidden[held]  # [targets here, hidden of the teacher]

@@ -33,7 +33,7 @@ from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
 from openrlhf.models import agreement, modes
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED, takes_sdpa
-from openrlhf.models.forward import LogProbs, Network, OwnLogProbs, OwnScores, Scores, Wanted
+from openrlhf.models.forward import LogProbs, Network, OwnLogProbs, OwnScores, Requested, Scores
 from openrlhf.models.inputs import CallLayout
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
@@ -46,7 +46,7 @@ LEAST_LEAK = 1e-3  # mean change allowed in half precision, besides a multiple o
 class BackendForward(Protocol):
     """A backend's forward pass without gradients."""
 
-    def __call__(self, batch: Batch, wanted: type[Wanted]) -> Wanted: ...
+    def __call__(self, batch: Batch, kind: type[Requested]) -> Requested: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LayoutProbe:
     """A test batch for a network, and the outputs of the model's own forward for it."""
 
     batch: Batch
-    wanted: type[LogProbs | Scores]
+    kind: type[LogProbs | Scores]
     own: Tensor  # log-probs [targets] or scores [sequences] of the model's own forward
     rounding: float | None  # mean rounding error of a half-precision model; None in fp32
 
@@ -176,9 +176,9 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
     affect earlier ones in a causal model, measures the remaining noise.
     """
     batch = probe.batch
-    found = answers(forward(batch, probe.wanted), batch)
+    found = answers(forward(batch, probe.kind), batch)
     # [answers]: the sequence of each answer
-    owners = torch.arange(len(LENGTHS)) if probe.wanted is Scores else batch.sequence_ids[batch.target_mask]
+    owners = torch.arange(len(LENGTHS)) if probe.kind is Scores else batch.sequence_ids[batch.target_mask]
 
     def change(numbers: range) -> Tensor:
         """Return the changes in the results of all other sequences if these sequences are reversed."""
@@ -186,7 +186,7 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
         for number in numbers:
             places = batch.sequence_ids == number
             ids[places] = ids[places].flip(0)
-        others = answers(forward(replace(batch, input_ids=ids), probe.wanted), batch)
+        others = answers(forward(replace(batch, input_ids=ids), probe.kind), batch)
         return agreement.distance(found, others)[~torch.isin(owners, torch.tensor(numbers))]
 
     every_second, last = range(0, len(LENGTHS), 2), range(len(LENGTHS) - 1, len(LENGTHS))
@@ -214,7 +214,7 @@ def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
     try:
         network.eval()  # turns off recomputation, whose reentrant variant does not support autograd.grad
         with torch.enable_grad():
-            outputs = network(batch, probe.wanted)
+            outputs = network(batch, probe.kind)
             total = (outputs.scores if isinstance(outputs, Scores) else outputs.log_probs).sum()
             (gradient,) = torch.autograd.grad(total, [parameter], allow_unused=True)
         if gradient is not None and not torch.isfinite(gradient).all():
@@ -225,7 +225,7 @@ def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
         if any(isinstance(value, float) and value > 0 for value in chain(noisy, dropout)):
             return 0.0, ""
         with torch.no_grad():
-            found = answers(network.train()(batch, probe.wanted), probe.batch)
+            found = answers(network.train()(batch, probe.kind), probe.batch)
         return agreement.relative_error(found, probe.own, probe.rounding)
     finally:
         network.train(was_training)

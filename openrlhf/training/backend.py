@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from openrlhf.algo.reduce import Metrics, Moments, add_metrics, sequence_count
 from openrlhf.errors import BackendError
 from openrlhf.models.export import save_model, saved_tensors
-from openrlhf.models.forward import Network, Teacher, Wanted
+from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.checkpoint import Ranks
 from openrlhf.training.host_memory import HostMemory
@@ -42,8 +42,8 @@ class Run(Protocol):
     """The callable that an objective uses to get outputs with gradients: a network, or a DeepSpeed engine."""
 
     def __call__(
-        self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
-    ) -> Wanted: ...
+        self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Requested: ...
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Frozen:
         self.offload = False  # keep the weights in host memory between forward passes
 
     @torch.no_grad()
-    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
+    def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
         """Compute outputs without gradients."""
         if self.offload:
             self.network.to(self.device)
-        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
+        outputs = self.run(batch.to(self.device), kind, temperature=temperature)
         if self.offload:
             self.network.to("cpu")
         return outputs
@@ -128,9 +128,9 @@ class TrainBackend(Frozen, Ranks, ABC):
         self.host = HostMemory()  # stores the tensors while the backend sleeps
 
     @torch.no_grad()
-    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
+    def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
         self.module.eval()
-        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
+        outputs = self.run(batch.to(self.device), kind, temperature=temperature)
         self.module.train()
         return outputs
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.chunks import Head
-from openrlhf.models.forward import Network, Outputs, Teacher, Wanted
+from openrlhf.models.forward import Network, Outputs, Requested, Teacher
 from openrlhf.training.backend import Run
 from openrlhf.training.deepspeed_config import Section
 from openrlhf.training.host_memory import HostMemory
@@ -46,14 +46,14 @@ class EngineModule(nn.Module):
     def forward(
         self,
         *,
-        wanted: type[Outputs],
+        kind: type[Outputs],
         temperature: float | Tensor,
         teacher_hidden: Tensor | None,
         **batch: Any,  # the fields of a `Batch`
     ) -> dict[str, Tensor]:
         head = self.teacher_head
         teacher = None if teacher_hidden is None or head is None else Teacher(teacher_hidden, head)
-        outputs = self.network(Batch(**batch), wanted, temperature=temperature, teacher=teacher)
+        outputs = self.network(Batch(**batch), kind, temperature=temperature, teacher=teacher)
         return {name: value for name, value in vars(outputs).items() if value is not None}
 
 
@@ -72,12 +72,12 @@ def engine_around(
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
 
     def run(
-        batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
-    ) -> Wanted:
+        batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Requested:
         module.teacher_head = None if teacher is None else teacher.head
         hidden = None if teacher is None else teacher.hidden
         given = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-        return wanted(**engine(wanted=wanted, temperature=temperature, teacher_hidden=hidden, **given))
+        return kind(**engine(kind=kind, temperature=temperature, teacher_hidden=hidden, **given))
 
     return engine, run
 
