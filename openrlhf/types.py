@@ -70,6 +70,38 @@ class StepRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedPrefixes:
+    """A row that holds each prefix shared by several sequences once; see `data.shared_prefixes`.
+
+    Bounds are cumulative lengths, int32, as attention kernels expect them.
+    """
+
+    kept: Tensor  # [row]: the token of the concatenated sequences at each place of the row
+    places: Tensor  # [tokens]: the place in the row of each token of the concatenated sequences
+    segments: Tensor  # [segments + 1]: bounds of prefixes, continuations and other sequences in the row
+    prefixes: Tensor  # [prefixes + 1]: bounds of the prefixes, which come first
+    continuations: Tensor  # [prefixes + 1]: bounds of all continuations of each prefix, from the end of the prefixes
+    longest_sequence: int
+    longest_segment: int
+    longest_prefix: int
+    longest_continuation: int
+    num_prefix_tokens: int
+    num_continuation_tokens: int
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on `device`."""
+        return replace(self, **tensors_on(self, device))
+
+
+def tensors_on(data: object, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a dataclass on `device`, by field; transfers are asynchronous if memory is pinned."""
+    from torch import Tensor
+
+    tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Several sequences as tensors, padded to one length or packed into a single row.
 
@@ -84,13 +116,12 @@ class Batch:
     target_mask: Tensor  # [rows, tokens] bool
     num_sequences: int
     filler: bool = False
+    prefixes: SharedPrefixes | None = None  # if sequences share prefixes; networks may compute each of them once
 
     def to(self, device: torch.device) -> Self:
-        """Return a copy on `device`; transfers are asynchronous if memory is pinned."""
-        from torch import Tensor
-
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        """Return a copy on `device`."""
+        prefixes = None if self.prefixes is None else self.prefixes.to(device)
+        return replace(self, prefixes=prefixes, **tensors_on(self, device))
 
 
 @dataclass(frozen=True, kw_only=True)

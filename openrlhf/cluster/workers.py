@@ -81,6 +81,10 @@ class RayWorkers:
         # The groups with trained models, which have checkpoints.
         self.trained = [group for group in groups if {"actor", "critic"} & set(group.group.roles)]
 
+    async def shares_prefixes(self) -> bool:
+        answers = await asyncio.gather(*(group.call_all(Models.shares_prefixes) for group in self.groups))
+        return all(all(answer) for answer in answers)
+
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         values, reference, own = await asyncio.gather(  # policy last, as in LocalWorkers
             self._score(self.critic, Models.values, batches),

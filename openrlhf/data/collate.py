@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from openrlhf.data.shared_prefixes import find_prefixes
 from openrlhf.types import Batch, LabelledBatch, LabelledRow, PairBatch, PairRow, StepBatch, StepRow, TokenRow
 
 Row = TokenRow | PairRow | LabelledRow | StepRow
@@ -53,6 +54,7 @@ class Layout:
             sequence_ids=self.combine(numbers, -1),
             target_mask=self.combine(masks, False),
             num_sequences=len(rows),
+            prefixes=find_prefixes([row.input_ids for row in rows]),
         )
 
 

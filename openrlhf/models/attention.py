@@ -4,7 +4,7 @@
 can therefore run on packed rows, with each token attending only to its own sequence, and without a compiled package.
 `load.py` calls `choose_attention` to select the implementation for a model, and `Network` passes the sequence bounds
 (`cu_seq_lens_q`) through the model to the kernel. In a ring of processes, `segmented_attention` calls
-`ring_attention`.
+`ring_attention`; for rows with shared prefixes, it calls `shared_prefix_attention`.
 """
 
 import inspect
@@ -23,6 +23,8 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.blocks import Scoring
 from openrlhf.models.ring import Share
 from openrlhf.models.ring_attention import ring_attention
+from openrlhf.models.shared_prefix_attention import shared_prefix_attention
+from openrlhf.types import SharedPrefixes
 
 SEGMENTED = "openrlhf_segmented"
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -80,11 +82,13 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     share: Share | None = None,
+    prefixes: SharedPrefixes | None = None,
     **ignored: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment of one packed row; return [1, tokens, heads, dim].
 
-    If `share` is given, the tokens belong to one process in a ring, and the share defines the segments.
+    If `share` is given, the tokens belong to one process in a ring, and the share defines the segments. With
+    `prefixes`, the row holds prefixes shared by several sequences; these are shorter than any sliding window.
     """
     if softcap is not None or s_aux is not None:
         way_out = "--attn_implementation eager" if share is None else "--ring_attn_size 1 --attn_implementation eager"
@@ -95,6 +99,9 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     if share is not None:
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
         return ring_attention(by_token(query), by_token(key), by_token(value), share, scoring).unsqueeze(0), None
+    if prefixes is not None:
+        parts = (by_token(query), by_token(key), by_token(value))
+        return shared_prefix_attention(*parts, prefixes, scaling).unsqueeze(0), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         parts = (by_token(query), by_token(key), by_token(value))
         bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)

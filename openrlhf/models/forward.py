@@ -8,6 +8,7 @@ that backends can shard and hook them.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
-from openrlhf.models.inputs import CallLayout, packed_call, padded_call, single_calls
+from openrlhf.models.inputs import CallLayout, packed_call, padded_call, shared_call, single_calls
 from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch
 
@@ -113,6 +114,7 @@ class Network(nn.Module):
         self.with_aux_loss = with_aux_loss
         packs = self.decoder.config._attn_implementation in (SEGMENTED, *FLASH_PACKAGES)
         self.layout: CallLayout = "packed" if packs else "padded"  # the self-test may change it
+        self.shares_prefixes = False  # compute prefixes that sequences have in common once; set by the self-test
         self.ring: Ring | None = None  # set by the backend if several processes share each packed row
 
     @property
@@ -138,6 +140,24 @@ class Network(nn.Module):
         """Number of previous tokens that the widest convolution reads."""
         kernels = (module.kernel_size[0] for module in self.decoder.modules() if isinstance(module, nn.Conv1d))
         return max(kernels, default=1) - 1
+
+    @property
+    def may_share_prefixes(self) -> bool:
+        """Whether prefixes may be computed once, if the self-test agrees: only attention may connect tokens.
+
+        The load-balancing loss of experts counts every token, so it must see each prefix as often as it occurs.
+        """
+        packs = self.layout == "packed" and self.decoder.config._attn_implementation == SEGMENTED
+        return packs and self.ring is None and not self._convolution_reach and not self.with_aux_loss
+
+    @cached_property
+    def _window(self) -> float:
+        """The longest distance at which every layer attends, in tokens."""
+        config = self.decoder.config.get_text_config().to_dict()
+        windows = [config.get("attention_chunk_size")]  # layers of Llama 4 attend within chunks
+        if config.get("use_sliding_window", True):
+            windows.append(config.get("sliding_window"))
+        return min((window for window in windows if window), default=math.inf)
 
     @cached_property
     def _accepted(self) -> frozenset[str] | None:
@@ -183,7 +203,11 @@ class Network(nn.Module):
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [tokens, hidden] of the flattened batch or share, and the auxiliary loss."""
-        if self.layout == "packed":
+        prefixes = batch.prefixes if self.shares_prefixes else None
+        # A continuation attends to all of its prefix, so no window may be shorter than the whole sequence.
+        if prefixes is not None and prefixes.longest_sequence <= self._window:
+            calls = [shared_call(batch, prefixes)]
+        elif self.layout == "packed":
             calls = [packed_call(batch, gap=self._convolution_reach)]
         else:
             calls = [padded_call(batch)] if self.layout == "padded" else list(single_calls(batch))

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from openrlhf.types import Batch
+from openrlhf.types import Batch, SharedPrefixes
 
 CallLayout = Literal["packed", "padded", "row by row"]
 Arguments: TypeAlias = dict[
@@ -70,6 +70,23 @@ def packed_call(batch: Batch, gap: int) -> DecoderCall:
     }
     batch_places = None if len(batch.input_ids) == 1 else real.flatten().nonzero().squeeze(-1)
     return DecoderCall(arguments | extra, batch_places, output_places)
+
+
+def shared_call(batch: Batch, prefixes: SharedPrefixes) -> DecoderCall:
+    """Return one call with all sequences in a single row that holds each shared prefix once."""
+    real = batch.sequence_ids >= 0
+    arguments = {
+        "input_ids": batch.input_ids[real][prefixes.kept][None],
+        "position_ids": batch.position_ids[real][prefixes.kept][None],
+        "attention_mask": None,
+        "cu_seq_lens_q": prefixes.segments,
+        "cu_seq_lens_k": prefixes.segments,
+        "max_length_q": prefixes.longest_segment,
+        "max_length_k": prefixes.longest_segment,
+        "prefixes": prefixes,
+    }
+    batch_places = None if len(batch.input_ids) == 1 else real.flatten().nonzero().squeeze(-1)
+    return DecoderCall(arguments, batch_places, prefixes.places)
 
 
 def _spaced(values: Tensor, places: Tensor, total: int) -> Tensor:

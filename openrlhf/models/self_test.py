@@ -8,12 +8,13 @@ backends call `choose_layout`, which tests each model with a few random tokens:
     2. together  run all sequences as one micro-batch in the layout of the run: must equal 1
     3. leak      change every second sequence and repeat 2: the outputs of the other sequences must not change
     4. training  if the network is trained, run it in training mode: must equal 1, with a finite gradient
+    5. prefixes  run sequences that start alike with their common prefix computed once, as in 2, 3 and 4
 
-If the test fails, the next slower layout is tried:
+If the first four fail, the next slower layout is tried:
 
     packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  rejected
 
-agreement.py defines the tolerance for each precision.
+If only the last fails, prefixes are computed for every sequence. agreement.py defines the tolerance for each precision.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from openrlhf.types import Batch, TokenRow
 
 LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; starts vary within the chunks of a scan
 FP32_LEAK = 1e-5  # maximum change of a sequence if only its neighbours change; strict, because leaks may be small
+PREFIX, OTHER_PREFIX = 19, 17  # tokens that the first two and the next two sequences of step 5 share
 LEAST_LEAK = 1e-3  # mean change allowed in half precision, besides a multiple of the measured rounding errors
 
 
@@ -71,6 +73,7 @@ class LayoutProbe:
     kind: type[LogProbs | Scores]
     own: Tensor  # log-probs [targets] or scores [sequences] of the model's own forward
     rounding: float | None  # mean rounding error of a half-precision model; None in fp32
+    own_tokens: Tensor  # [1, tokens] bool: False for tokens that sequences share
 
 
 def choose_layout(network: Network, forward: BackendForward, worst: Callable[[float], float] = float) -> None:
@@ -107,6 +110,7 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
                 modes.use_reference_kernels(decoder)
             if candidate != asked:
                 say(f"{name}: {problems[0]}, so it runs {candidate}")
+            network.shares_prefixes = worst(check_prefixes(network, forward, probe, trains=trains)) <= 1.0
             return
         problems.append(f"{candidate} {problem}")
     raise ConfigError(
@@ -158,7 +162,8 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
         ) from failure
     if own.isnan().any():
         raise ConfigError(f"{name} computes nan for random tokens", try_this="--param_dtype bf16 or fp32")
-    return LayoutProbe(batch, Scores if scalar else LogProbs, own, rounding)
+    kind = Scores if scalar else LogProbs
+    return LayoutProbe(batch, kind, own, rounding, torch.ones_like(batch.target_mask))
 
 
 def answers(outputs: LogProbs | Scores, batch: Batch) -> Tensor:
@@ -178,18 +183,19 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
     batch = probe.batch
     found = answers(forward(batch, probe.kind), batch)
     # [answers]: the sequence of each answer
-    owners = torch.arange(len(LENGTHS)) if probe.kind is Scores else batch.sequence_ids[batch.target_mask]
+    count = batch.num_sequences
+    owners = torch.arange(count) if probe.kind is Scores else batch.sequence_ids[batch.target_mask]
 
     def change(numbers: range) -> Tensor:
-        """Return the changes in the results of all other sequences if these sequences are reversed."""
+        """Return the changes in the results of all other sequences if the own tokens of these are reversed."""
         ids = batch.input_ids.clone()  # [1, tokens]
         for number in numbers:
-            places = batch.sequence_ids == number
+            places = (batch.sequence_ids == number) & probe.own_tokens
             ids[places] = ids[places].flip(0)
         others = answers(forward(replace(batch, input_ids=ids), probe.kind), batch)
         return agreement.distance(found, others)[~torch.isin(owners, torch.tensor(numbers))]
 
-    every_second, last = range(0, len(LENGTHS), 2), range(len(LENGTHS) - 1, len(LENGTHS))
+    every_second, last = range(0, count, 2), range(count - 1, count)
     if probe.rounding is None:
         leaked, allowed = float(change(every_second).max()), FP32_LEAK
     else:
@@ -199,6 +205,37 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
     if not leaked / allowed <= excess:
         return leaked / allowed, f"leaks between sequences ({leaked:.2g}, {allowed:.2g} allowed)"
     return excess, problem
+
+
+def check_prefixes(network: Network, forward: BackendForward, probe: LayoutProbe, *, trains: bool) -> float:
+    """Return the error / the allowed error of a network that computes each shared prefix once; infinite if it must not.
+
+    The same network without shared prefixes, which has passed the test, is the reference. With dropout, sequences would
+    share the noise of their prefix.
+    """
+    if not network.may_share_prefixes or (trains and is_noisy(network)):
+        return math.inf
+    row, *rest = agreement.random_rows(network.decoder.config.get_text_config().vocab_size, (PREFIX, *LENGTHS))
+    prefixes = [row, row, row[::-1][:OTHER_PREFIX], row[::-1][:OTHER_PREFIX], row[:0], row[:0]]
+    rows = [np.concatenate([prefix, own]) for prefix, own in zip(prefixes, rest, strict=True)]
+    batch = pack([TokenRow(ids, np.ones(len(ids), bool)) for ids in rows])
+    shared = torch.tensor([len(prefix) for prefix in prefixes])[batch.sequence_ids]  # [1, tokens]: of each sequence
+    expected = answers(forward(batch, probe.kind), batch)
+    probe = LayoutProbe(batch, probe.kind, expected, probe.rounding, batch.position_ids >= shared)
+    network.shares_prefixes = True
+    try:
+        excess, _ = check_forward(forward, probe)
+        return max(excess, check_training(network, probe)[0]) if trains and excess <= 1.0 else excess
+    except agreement.FAILURES:
+        return math.inf
+
+
+def is_noisy(network: Network) -> bool:
+    """Return whether a network adds noise in training, such as dropout."""
+    settings = network.decoder.config.get_text_config().to_dict()
+    noise = (value for name, value in settings.items() if any(word in name for word in ("drop", "jitter", "noise")))
+    dropout = (module.p for module in network.modules() if isinstance(module, nn.Dropout))
+    return any(isinstance(value, float) and value > 0 for value in chain(noise, dropout))
 
 
 def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
@@ -219,10 +256,7 @@ def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
             (gradient,) = torch.autograd.grad(total, [parameter], allow_unused=True)
         if gradient is not None and not torch.isfinite(gradient).all():
             return math.inf, "has gradients that are not finite"
-        settings = network.decoder.config.get_text_config().to_dict()
-        noisy = (value for name, value in settings.items() if any(word in name for word in ("drop", "jitter", "noise")))
-        dropout = (module.p for module in network.modules() if isinstance(module, nn.Dropout))
-        if any(isinstance(value, float) and value > 0 for value in chain(noisy, dropout)):
+        if is_noisy(network):
             return 0.0, ""
         with torch.no_grad():
             found = answers(network.train()(batch, probe.kind), probe.batch)

@@ -245,7 +245,7 @@ class Controller:
             steps += [order[place : place + size] for place in range(0, count, size)]
         found: list[dict[str, float]] = []
         for number, samples in enumerate(steps):
-            parts = batching.cut(experience.tokens.lengths[samples].tolist())
+            parts = batching.cut(experience.tokens.sequences(samples))
             metrics = await self.workers.train(
                 [experience.batch([samples[place] for place in part]) for part in parts],
                 kl_coef=self.state.kl.coef,

@@ -69,7 +69,7 @@ async def make_experience(
 
     # Score micro-batches, and combine the results into tensors [samples, tokens]; None if a model is absent.
     tokens = RolloutTokens.of(trajectories, batching.layout)
-    parts = batching.cut(tokens.lengths.tolist())
+    parts = batching.cut(tokens.sequences(range(len(trajectories))))
     scored = await workers.score([tokens.batch(part) for part in parts], log_probs=scores_policy(config))
     log_probs, reference_log_probs, values = (
         None if tensors is None else tokens.restore(parts, tensors)

@@ -53,6 +53,9 @@ class LocalWorkers:
     async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
         return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
 
+    async def shares_prefixes(self) -> bool:
+        return self.models.shares_prefixes()
+
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models
         return BatchScores(  # policy last: if models sleep, it stays awake for training

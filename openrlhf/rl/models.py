@@ -99,6 +99,11 @@ class Models:
             for trained in self.trained.values():
                 trained.backend.sleep()
 
+    def shares_prefixes(self) -> bool:
+        """Return whether policy, critic and reference compute a prefix that samples have in common only once."""
+        models = (*(trained.backend for trained in self.trained.values()), self.reference)
+        return all(model.network.shares_prefixes for model in models if model is not None)
+
     def log_probs(self, batches: Sequence[RolloutBatch], model: Frozen | None = None) -> list[Tensor]:
         """Return the log-probs of a model (default: the policy) for each batch: [rows, tokens], on the CPU."""
         model = self._use(self.policy).backend if model is None else model

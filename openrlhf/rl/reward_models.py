@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -106,7 +106,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     Processes that share a sharded model must run it the same number of times, but a token budget may divide their rows
     into different numbers of micro-batches. A process with fewer of them repeats its first one, without indices.
     """
-    parts = batching.cut([len(row) for row in rows])
+    parts = replace(batching, shares_prefixes=model.network.shares_prefixes).cut(rows)
     missing = model.most_rounds(len(parts)) - len(
         parts
     )  # collective, so all processes must call it before any forward pass

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openrlhf.algo.balance import first_fit
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
+from openrlhf.data.shared_prefixes import Group, find_prefixes, group_by_prefix
 from openrlhf.types import RolloutBatch, Trajectory
 
 
@@ -27,19 +30,44 @@ class Batching:
     size: int  # samples per micro-batch, if there is no token budget
     token_budget: int | None = None
     ranks: int = 1  # data-parallel ranks that share the micro-batches
+    shares_prefixes: bool = False  # the models compute a prefix that samples of a micro-batch have in common once
 
-    def cut(self, lengths: Sequence[int]) -> list[list[int]]:
+    def cut(self, sequences: Sequence[NDArray[np.integer]]) -> list[list[int]]:
         """Return the sample indices of each micro-batch.
 
         No sample is dropped; a sample above the budget gets its own micro-batch. If there are enough samples, every
-        rank gets at least one micro-batch.
+        rank gets at least one micro-batch. If prefixes are shared, samples of a prompt stay together, and the budget
+        counts the tokens that are computed.
         """
-        count = len(lengths)
-        if self.token_budget is not None:
-            rounds = -(-len(first_fit(lengths, self.token_budget)) // self.ranks)
-            return by_tokens(lengths, self.token_budget, at_least=min(rounds * self.ranks, count))
-        size = min(self.size, max(1, count // self.ranks))
-        return [list(range(place, min(place + size, count))) for place in range(0, count, size)]
+        count = len(sequences)
+        alone = [Group(0, [place]) for place in range(count)]
+        groups = alone
+        if self.shares_prefixes:
+            together = group_by_prefix(sequences)
+            grouped = {place for group in together for place in group.members}
+            groups = together + [group for group in alone if group.members[0] not in grouped]
+        if self.token_budget is None:
+            order = [place for group in groups for place in group.members]
+            size = min(self.size, max(1, count // self.ranks))
+            return [order[place : place + size] for place in range(0, count, size)]
+        lengths = [len(sequence) for sequence in sequences]
+        groups = [part for group in groups for part in divide(group, lengths, self.token_budget)]
+        groups = groups if len(groups) >= self.ranks else alone
+        tokens = [computed_tokens(group, lengths) for group in groups]
+        rounds = -(-len(first_fit(tokens, self.token_budget)) // self.ranks)
+        parts = by_tokens(tokens, self.token_budget, at_least=min(rounds * self.ranks, len(groups)))
+        return [[place for number in part for place in groups[number].members] for part in parts]
+
+
+def computed_tokens(group: Group, lengths: Sequence[int]) -> int:
+    """Return the tokens that a model computes for a group whose prefix is shared."""
+    return sum(lengths[place] for place in group.members) - group.saved
+
+
+def divide(group: Group, lengths: Sequence[int], budget: int) -> list[Group]:
+    """Divide a group into the fewest groups within a token budget; each computes the prefix again."""
+    parts = first_fit([lengths[place] - group.prefix for place in group.members], max(budget - group.prefix, 1))
+    return [Group(group.prefix, [group.members[number] for number in part]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -80,8 +108,13 @@ class RolloutTokens:
             sequence_ids=numbers[valid][None] if self.packing else torch.where(valid, numbers, -1),
             target_mask=self.lay_out(self.action_mask, samples),
             num_sequences=len(samples),
+            prefixes=find_prefixes(self.sequences(samples)),
             temperature_factors=None if factors is None else self.lay_out(factors, samples),
         )
+
+    def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Return the tokens of the given samples, without padding."""
+        return [self.input_ids[number, : self.lengths[number]].numpy() for number in samples]
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [samples, tokens] of the given samples in the layout of a batch, [rows, tokens]."""

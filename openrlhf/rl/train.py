@@ -117,6 +117,7 @@ async def train(
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
+        shares_prefixes = await runtime.workers.shares_prefixes()
         monitor = make_monitor(config, rollouts, state.version, sinks)
         reporting = ReportingExecutor(executor, monitor.tell)
         live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config)
@@ -130,8 +131,8 @@ async def train(
             sync=runtime.sync,
             monitor=monitor,
             recorder=Recorder(run_folder(config), tokenizer.decode, config.rollout, seed=config.batches.seed),
-            scoring=scoring_batches(config, layout, policy_ranks(config)),
-            training=training_batches(config, layout),
+            scoring=scoring_batches(config, layout, ranks=policy_ranks(config), shares_prefixes=shares_prefixes),
+            training=training_batches(config, layout, shares_prefixes=shares_prefixes),
             eval_prompts=eval_prompts,
             encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         )

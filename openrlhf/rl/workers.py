@@ -66,6 +66,10 @@ class BatchScores:
 class Workers(Protocol):
     """The models of a run: policy, reference, critic and reward models."""
 
+    async def shares_prefixes(self) -> bool:
+        """Return whether policy, critic and reference compute a prefix that samples have in common only once."""
+        ...
+
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         """Return reference log-probs and values if those models exist, and the policy's log-probs if requested."""
         ...

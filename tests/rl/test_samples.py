@@ -1,19 +1,36 @@
 """Splitting samples into micro-batches: none is lost, budgets hold, and every rank has work."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.data.collate import Layout
+from openrlhf.data.shared_prefixes import find_prefixes
 from openrlhf.rl.samples import Batching
 
 LAYOUT = Layout(packing=True, pad_id=0)
+PROMPT, RESPONSE = 40, 20  # tokens
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+def of_lengths(lengths):
+    return [np.zeros(length, dtype=np.int32) for length in lengths]
+
+
+def make_groups(count, samples):
+    """The samples of several prompts, in turns."""
+    random = np.random.default_rng(0)
+    prompts = random.integers(2, 1000, (count, PROMPT))
+    return [
+        np.concatenate([prompts[number % count], random.integers(2, 1000, RESPONSE)])
+        for number in range(count * samples)
+    ]
 
 
 @given(LENGTHS, st.integers(1, 16), st.integers(1, 5))
 def test_by_count_every_sample_appears_once_and_every_rank_has_work(lengths, size, ranks):
-    parts = Batching(LAYOUT, size, None, ranks).cut(lengths)
+    parts = Batching(LAYOUT, size, None, ranks).cut(of_lengths(lengths))
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert max(map(len, parts)) <= size
     assert len(parts) >= min(ranks, len(lengths))
@@ -21,7 +38,7 @@ def test_by_count_every_sample_appears_once_and_every_rank_has_work(lengths, siz
 
 @given(LENGTHS, st.integers(10, 100), st.integers(1, 5))
 def test_by_tokens_the_budget_holds_and_every_rank_has_work(lengths, budget, ranks):
-    parts = Batching(LAYOUT, 1, budget, ranks).cut(lengths)
+    parts = Batching(LAYOUT, 1, budget, ranks).cut(of_lengths(lengths))
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert all(sum(lengths[place] for place in part) <= budget or len(part) == 1 for part in parts)
     assert len(parts) >= min(ranks, len(lengths))
@@ -29,4 +46,39 @@ def test_by_tokens_the_budget_holds_and_every_rank_has_work(lengths, budget, ran
 
 @pytest.mark.parametrize(("budget", "expected"), [(None, 4), (20, 4)])
 def test_four_ranks_share_a_batch_that_fits_one(budget, expected):
-    assert len(Batching(LAYOUT, 8, budget, 4).cut([5] * 4)) == expected
+    assert len(Batching(LAYOUT, 8, budget, 4).cut(of_lengths([5] * 4))) == expected
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.one_of(st.none(), st.integers(30, 400)),
+    st.integers(1, 4),
+)
+def test_with_shared_prefixes_no_sample_is_lost_and_the_budget_holds(prompts, samples, size, budget, ranks):
+    sequences = make_groups(prompts, samples)
+    parts = Batching(LAYOUT, size, budget, ranks, shares_prefixes=True).cut(sequences)
+    assert sorted(place for part in parts for place in part) == list(range(prompts * samples))
+    assert len(parts) >= min(ranks, len(sequences))
+    for part in parts:
+        found = find_prefixes([sequences[place] for place in part])
+        computed = sum(len(sequences[place]) for place in part) if found is None else len(found.kept)
+        assert budget is None or computed <= budget or len(part) == 1
+
+
+@pytest.mark.parametrize(("size", "budget"), [(4, None), (1, PROMPT + 4 * RESPONSE)])
+def test_samples_of_a_prompt_stay_together_if_their_prefix_is_computed_once(size, budget):
+    sequences = make_groups(3, 4)
+    parts = Batching(LAYOUT, size, budget, shares_prefixes=True).cut(sequences)
+    assert sorted(sorted(part) for part in parts) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+def test_a_group_beyond_the_budget_is_divided_into_few_parts():
+    parts = Batching(LAYOUT, 1, PROMPT + 2 * RESPONSE, shares_prefixes=True).cut(make_groups(1, 4))
+    assert sorted(map(len, parts)) == [2, 2]
+
+
+def test_samples_of_one_prompt_are_shared_out_over_all_ranks():
+    parts = Batching(LAYOUT, 8, 1000, 4, shares_prefixes=True).cut(make_groups(1, 4))
+    assert len(parts) == 4

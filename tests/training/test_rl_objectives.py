@@ -67,7 +67,9 @@ def run_step(networks, objective, samples, batching):
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     backend = LocalBackend(deepcopy(networks[kind]), OptimizerFlags(), CPU, learning_rate=0.0)
     laid_out = replace(samples, tokens=replace(samples.tokens, packing=batching.layout.packing))
-    batches = [laid_out.batch(part) for part in batching.cut(samples.tokens.lengths.tolist())]
+    batches = [
+        laid_out.batch(part) for part in batching.cut(samples.tokens.sequences(range(len(samples.trajectories))))
+    ]
     result = backend.forward_backward(batches, objective)
     gradients = {name: weight.grad for name, weight in backend.network.named_parameters()}
     return float(result.losses.sum()), values_of(result.metrics), gradients

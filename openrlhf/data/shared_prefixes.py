@@ -1,0 +1,126 @@
+"""Find the prefixes that sequences of a batch have in common, so that a network computes each of them once.
+
+The samples of a prompt, or the two responses of a pair, start with the same tokens. `find_prefixes` groups such
+sequences, by content, and describes a row that holds each shared prefix once. For the sequences `ppab`, `ppc` and `de`:
+
+    row            p p a b c d e
+    segments       0   2   4 5   7        each attends to itself, causally
+    prefixes       0   2                  the first segments
+    continuations  0       3              of each prefix, counted from the end of the prefixes: they also attend to it
+
+`models.shared_prefix_attention` computes the attention in such a row, and `Network` maps its hidden states back to the
+sequences. Micro-batches that keep the samples of a prompt together (`rl.samples.Batching`) save the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from openrlhf.types import SharedPrefixes
+
+SHORTEST = 16  # tokens of a prefix
+LEAST_SAVING = 0.05  # of a group's tokens; below that, the second call of attention costs more than it saves
+MOST_LEVELS = 50  # of prefixes within prefixes
+
+Sequences = Sequence[NDArray[np.integer]]
+
+
+class Group(NamedTuple):
+    """Sequences that share a prefix."""
+
+    prefix: int  # its tokens
+    members: list[int]
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed."""
+        return self.prefix * (len(self.members) - 1)
+
+
+def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
+    """Return the row that computes shared prefixes once; None if that would save little."""
+    groups = group_by_prefix(sequences)
+    if not groups:
+        return None
+    total = sum(map(len, sequences))
+    grouped = {member for _, members in groups for member in members}
+    starts = [0, *accumulate(map(len, sequences))]  # of the concatenated sequences
+    places = np.empty(total, dtype=np.int64)  # [tokens]
+    kept: list[NDArray[np.int64]] = []
+    segments = [0]
+
+    def add(first: int, last: int) -> int:
+        """Append tokens of the sequences to the row as a segment, and return the segment's start."""
+        start = segments[-1]
+        kept.append(np.arange(first, last))
+        places[first:last] = np.arange(start, start + last - first)
+        segments.append(start + last - first)
+        return start
+
+    for length, members in groups:
+        start = add(starts[members[0]], starts[members[0]] + length)
+        for member in members[1:]:
+            places[starts[member] : starts[member] + length] = np.arange(start, start + length)
+    prefixes = list(segments)
+    continuations = [0]
+    for length, members in groups:
+        for member in members:
+            add(starts[member] + length, starts[member + 1])
+        continuations.append(segments[-1] - prefixes[-1])
+    for number in range(len(sequences)):
+        if number not in grouped:
+            add(starts[number], starts[number + 1])
+    return SharedPrefixes(
+        kept=torch.from_numpy(np.concatenate(kept)),
+        places=torch.from_numpy(places),
+        segments=torch.tensor(segments, dtype=torch.int32),
+        prefixes=torch.tensor(prefixes, dtype=torch.int32),
+        continuations=torch.tensor(continuations, dtype=torch.int32),
+        longest_sequence=max(map(len, sequences)),
+        longest_segment=int(np.diff(segments).max()),
+        longest_prefix=int(np.diff(prefixes).max()),
+        longest_continuation=int(np.diff(continuations).max()),
+        num_prefix_tokens=prefixes[-1],
+        num_continuation_tokens=continuations[-1],
+    )
+
+
+def group_by_prefix(sequences: Sequences) -> list[Group]:
+    """Group sequences that start alike; a sequence keeps at least one token of its own.
+
+    Sorted by content, sequences with a common prefix are neighbours. Some neighbours either share one prefix, or are
+    divided where they have the least in common, whichever saves more: the samples of a prompt stay together even if all
+    prompts start with the same instructions.
+    """
+    order = sorted(range(len(sequences)), key=lambda number: sequences[number].astype(">u4").tobytes())
+    common = [common_tokens(sequences[one], sequences[other]) for one, other in pairwise(order)]
+
+    def divide(first: int, last: int, level: int = 0) -> list[Group]:
+        """Return the groups of the sequences from `first` to `last` in the sorted order."""
+        if first == last:
+            return []
+        shared = common[first:last]
+        whole = Group(min(shared), order[first : last + 1])
+        parts: list[Group] = []
+        if level < MOST_LEVELS:
+            ends = [first + place for place, tokens in enumerate(shared) if tokens == whole.prefix]
+            for start, end in zip([first, *(end + 1 for end in ends)], [*ends, last], strict=True):
+                parts += divide(start, end, level + 1)
+        total = sum(len(sequences[member]) for member in whole.members)
+        pays = whole.prefix >= SHORTEST and whole.saved >= LEAST_SAVING * total
+        return [whole] if pays and whole.saved > sum(part.saved for part in parts) else parts
+
+    return divide(0, len(sequences) - 1) if sequences else []
+
+
+def common_tokens(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
+    """Return how many tokens two sequences start with in common, without the last of either."""
+    most = min(len(one), len(other)) - 1
+    differs = np.flatnonzero(one[:most] != other[:most])
+    return int(differs[0]) if len(differs) else most
