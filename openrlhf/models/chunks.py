@@ -6,8 +6,9 @@ The projection to the vocabulary is recomputed in the backward pass, so both pas
     [tokens, hidden]  --split-->  [chunk, hidden]  --head-->  [chunk, vocabulary]  -->  [chunk]  --cat-->  [tokens]
 
 `Network` passes in the head as a callable, because under ZeRO-3, tensor parallelism or LoRA the module must be called
-to gather its weights, reduce its output or apply its adapter. For log-probs of a plain linear head, the most common
-case, the backward pass is written by hand, which takes less memory and time than autograd.
+to gather its weights, reduce its output or apply its adapter. The backward pass of log-probs is written by hand, which
+takes less memory and time than autograd: for a plain linear head, the most common case, including the head
+(`LinearLogProbs`), and otherwise from the logits on (`TargetLogProbs`).
 """
 
 from collections.abc import Callable
@@ -53,8 +54,7 @@ def token_log_probs(
         return LinearLogProbs.apply(hidden, weight, targets, temperature / factor, chunk)
 
     def part(hidden: Tensor, targets: Tensor, own: Temperature = temperature) -> tuple[Tensor]:
-        logits = divided(head(hidden).float(), own)  # [chunk, vocabulary]
-        return (logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1),)
+        return (TargetLogProbs.apply(head(hidden), targets, own),)
 
     temperatures = (temperature,) if isinstance(temperature, Tensor) else ()
     return in_chunks(part, hidden, targets, *temperatures, chunk=chunk)[0]
@@ -111,6 +111,40 @@ def plain_linear(head: Head) -> tuple[Tensor, float] | None:
     return (module.weight, factor) if module.bias is None and not hasattr(module.weight, "ds_id") else None
 
 
+class TargetLogProbs(torch.autograd.Function):
+    """log_softmax(logits / temperature) at the targets, in fp32, for logits [tokens, vocabulary]."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: AutogradContext, logits: Tensor, targets: Tensor, temperature: Temperature
+    ) -> Tensor:
+        log_probs = target_log_probs(divided(logits, temperature), targets)
+        ctx.save_for_backward(logits, targets, log_probs)
+        ctx.temperature = temperature
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        logits, targets, log_probs = ctx.saved_tensors
+        off = minus_one_hot(divided(logits, ctx.temperature), targets, log_probs, logits.dtype)
+        return off.mul_((-gradient / ctx.temperature)[:, None]), None, None
+
+
+def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return log_softmax(logits) at the targets, [tokens], in fp32."""
+    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets[:, None]).squeeze(-1)
+
+
+def minus_one_hot(logits: Tensor, targets: Tensor, log_probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return softmax(logits) - one-hot(targets) [tokens, vocabulary], the gradient of -log p(target).
+
+    `log_probs` [tokens] are those of the targets: p - 1 is accurate as expm1 even if p is close to 1.
+    """
+    at_target = torch.expm1(log_probs)[:, None].to(dtype)
+    return logits.softmax(-1).to(dtype).scatter_(-1, targets[:, None], at_target)
+
+
 class LinearLogProbs(torch.autograd.Function):
     """log_softmax(hidden @ weight.T / temperature) at the targets, with a hand-written backward pass.
 
@@ -125,7 +159,7 @@ class LinearLogProbs(torch.autograd.Function):
         for place in range(0, len(targets), chunk):
             part = slice(place, place + chunk)
             logits = divided(hidden[part] @ weight.T, temperature, part)  # [chunk, vocabulary]
-            log_probs[part] = logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets[part, None]).squeeze(-1)
+            log_probs[part] = target_log_probs(logits, targets[part])
         ctx.save_for_backward(hidden, weight, targets, log_probs)
         ctx.temperature, ctx.chunk = temperature, chunk
         return log_probs
@@ -143,13 +177,10 @@ class LinearLogProbs(torch.autograd.Function):
             for tensor, wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
         factor = (-gradient / ctx.temperature)[:, None]  # [tokens, 1]
-        # [tokens, 1]: p - 1; expm1 is accurate even if p is close to 1
-        at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)
             logits = divided(hidden[part] @ weight.T, ctx.temperature, part)  # [chunk, vocabulary]
-            # [chunk, vocabulary]: softmax - one-hot
-            off = logits.softmax(-1).to(weight.dtype).scatter_(-1, targets[part, None], at_target[part])
+            off = minus_one_hot(logits, targets[part], log_probs[part], weight.dtype)  # [chunk, vocabulary]
             if to_hidden is not None:
                 to_hidden[part] = (off @ weight) * factor[part]
             if to_weight is not None:

@@ -107,10 +107,11 @@ class Models:
     def log_probs(self, batches: Sequence[RolloutBatch], model: Frozen | None = None) -> list[Tensor]:
         """Return the log-probs of a model (default: the policy) for each batch: [rows, tokens], on the CPU."""
         model = self._use(self.policy).backend if model is None else model
-        return [
-            model.forward(batch, LogProbs, temperature=temperature_of(batch, self.temperature)).log_probs.cpu()
-            for batch in batches
-        ]
+        with model.on_device():
+            return [
+                model.forward(batch, LogProbs, temperature=temperature_of(batch, self.temperature)).log_probs.cpu()
+                for batch in batches
+            ]
 
     def reference_log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""

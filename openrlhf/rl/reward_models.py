@@ -110,10 +110,11 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     missing = model.most_rounds(len(parts)) - len(
         parts
     )  # collective, so all processes must call it before any forward pass
-    for part in parts:
-        yield part, [rows[place] for place in part]
-    for _ in range(missing):
-        yield [], [rows[place] for place in parts[0]]
+    with model.on_device():
+        for part in parts:
+            yield part, [rows[place] for place in part]
+        for _ in range(missing):
+            yield [], [rows[place] for place in parts[0]]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -27,7 +28,7 @@ from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.checkpoint import Ranks
-from openrlhf.training.host_memory import HostMemory
+from openrlhf.training.host_memory import HostMemory, OffloadedWeights
 from openrlhf.types import Batch, RolloutBatch
 
 COMPILER = "inductor"  # backend of torch.compile; tests use one that does not generate C++
@@ -88,17 +89,30 @@ class Frozen:
         self.network = network
         self.device = device
         self.run: Run = network  # or DeepSpeed's engine
-        self.offload = False  # keep the weights in host memory between forward passes
+        self.offloaded: OffloadedWeights | None = None  # set if the weights stay in host memory between uses
+
+    def offload(self) -> None:
+        """Keep the weights in host memory, except in `on_device`."""
+        head = self.network.decoder.get_output_embeddings()  # stays: distillation applies it outside a forward pass
+        self.offloaded = OffloadedWeights(self.network, self.device, kept=head)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep offloaded weights on the device, so that several forward passes move them only once."""
+        if self.offloaded is None or self.offloaded.loaded:
+            yield
+            return
+        self.offloaded.load()
+        try:
+            yield
+        finally:
+            self.offloaded.release()
 
     @torch.no_grad()
     def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
         """Compute outputs without gradients."""
-        if self.offload:
-            self.network.to(self.device)
-        outputs = self.run(batch.to(self.device), kind, temperature=temperature)
-        if self.offload:
-            self.network.to("cpu")
-        return outputs
+        with self.on_device():
+            return self.run(batch.to(self.device), kind, temperature=temperature)
 
     def most_rounds(self, count: int) -> int:
         """Return the number of forward passes that this process must run if it needs `count` of them.

@@ -63,8 +63,7 @@ class DeepSpeedFrozen(Frozen):
             network.to(device)
         choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
         if offload and not self.sharded:
-            self.offload = True
-            network.to("cpu")
+            self.offload()
 
     def most_rounds(self, count: int) -> int:
         return int(_largest(count, self.device)) if self.sharded else count

@@ -1,8 +1,9 @@
-"""Storage of device tensors in host memory while a training backend sleeps.
+"""Storage of device tensors in host memory while a training backend sleeps or a frozen model is idle.
 
 In a hybrid run, training and rollout engines take turns on a device. When a backend goes to sleep, `HostMemory` copies
 its tensors to host buffers and frees the device memory for other processes; on waking, it copies them back. The tensor
-objects stay the same, so optimizers and modules are not affected.
+objects stay the same, so optimizers and modules are not affected. `OffloadedWeights` does so for a frozen model, whose
+weights never change and are therefore copied in one direction only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -47,3 +48,30 @@ class HostMemory:
         if self.stored:
             torch.cuda.synchronize()
         self.stored.clear()
+
+
+class OffloadedWeights:
+    """Weights of a frozen model in pinned host memory; `load` copies them to the device, `release` frees them there.
+
+    The weights of the module `kept` stay on the device.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, kept: nn.Module | None = None) -> None:
+        self.device = device
+        self.loaded = False
+        stay = set() if kept is None else {id(tensor) for tensor in kept.parameters()}
+        tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in stay)
+        self.host = [(tensor, tensor.data.cpu()) for tensor in tensors]
+        if device.type == "cuda":
+            self.host = [(tensor, host.pin_memory()) for tensor, host in self.host]
+        self.release()
+
+    def load(self) -> None:
+        for tensor, host in self.host:
+            tensor.data = host.to(self.device, non_blocking=True)
+        self.loaded = True
+
+    def release(self) -> None:
+        for tensor, host in self.host:
+            tensor.data = host
+        self.loaded = False

@@ -27,14 +27,13 @@ LOSS_SCALE = "loss_scale"  # key of the loss scale's tensor in that file
 
 
 class LocalFrozen(Frozen):
-    """A model that is not trained; with `offload`, its weights stay in host memory between forward passes."""
+    """A model that is not trained; with `offload`, its weights stay in host memory between uses."""
 
     def __init__(self, network: Network, device: torch.device, *, offload: bool = False) -> None:
         super().__init__(network.eval().requires_grad_(False).to(device), device)
-        choose_layout(network, self.forward)  # before offloading, because it runs several forward passes
+        choose_layout(network, self.forward)
         if offload:
-            self.offload = True
-            network.to("cpu")
+            self.offload()
 
 
 class LocalBackend(TrainBackend):

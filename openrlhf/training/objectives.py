@@ -119,10 +119,9 @@ class Distillation:
     aux_loss_coef: float = 0.0
 
     def prepare(self, batches: list[Batch], step: Step[object], policy: TrainBackend) -> list[TaughtBatch]:
-        return [
-            TaughtBatch(**vars(batch), teacher_hidden=self.teacher.forward(batch, HiddenStates).hidden)
-            for batch in batches
-        ]
+        with self.teacher.on_device():
+            found = [self.teacher.forward(batch, HiddenStates).hidden for batch in batches]
+        return [TaughtBatch(**vars(batch), teacher_hidden=hidden) for batch, hidden in zip(batches, found, strict=True)]
 
     def loss(self, run: Run, batch: TaughtBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         teacher = Teacher(batch.teacher_hidden, self.teacher.network.vocabulary_head)
@@ -160,10 +159,9 @@ class DirectPreference:
     aux_loss_coef: float = 0.0
 
     def prepare(self, batches: list[PairBatch], step: Step[object], policy: TrainBackend) -> list[ReferencedPairs]:
-        return [
-            ReferencedPairs(**vars(batch), reference=self._per_response(self.reference.forward(batch, LogProbs), batch))
-            for batch in batches
-        ]
+        with self.reference.on_device():
+            found = [self._per_response(self.reference.forward(batch, LogProbs), batch) for batch in batches]
+        return [ReferencedPairs(**vars(batch), reference=own) for batch, own in zip(batches, found, strict=True)]
 
     def loss(self, run: Run, batch: ReferencedPairs, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
@@ -199,7 +197,19 @@ class UnpairedPreference:
     def prepare(
         self, batches: list[LabelledBatch], step: Step[LabelledRow], policy: TrainBackend
     ) -> list[ReferencedLabels]:
-        # Baseline: the mean log-ratio of each prompt with the next row's response, over the step and all ranks.
+        with self.reference.on_device():
+            baseline = self._baseline(step, policy)
+            return [
+                ReferencedLabels(
+                    **vars(batch),
+                    reference=_sequence_sums(self.reference.forward(batch, LogProbs), batch),
+                    baseline=baseline,
+                )
+                for batch in batches
+            ]
+
+    def _baseline(self, step: Step[LabelledRow], policy: TrainBackend) -> Tensor:
+        """Return the mean log-ratio of each prompt with the next row's response, over the step and all ranks."""
         pairs = mismatch_rows(step.rows, self.max_len)
         total = torch.zeros(2, dtype=torch.float64)
         parts = cut([pairs[place] for place in step.mine], step.micro_size)
@@ -214,16 +224,7 @@ class UnpairedPreference:
             )
             measured = mean_of(own - reference)
             total += torch.stack([measured.total, measured.count]).cpu()
-        baseline = preference_loss.kto_baseline(Mean(*policy.sum_over_ranks(total)))
-
-        return [
-            ReferencedLabels(
-                **vars(batch),
-                reference=_sequence_sums(self.reference.forward(batch, LogProbs), batch),
-                baseline=baseline,
-            )
-            for batch in batches
-        ]
+        return preference_loss.kto_baseline(Mean(*policy.sum_over_ranks(total)))
 
     def loss(self, run: Run, batch: ReferencedLabels, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)

@@ -113,6 +113,11 @@ def test_the_fastest_correct_layout_is_chosen(family, settled, why, capsys):
     assert why in said
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_with_state_share_no_prefixes(family):
+    assert not settle(build(family)).shares_prefixes
+
+
 @pytest.mark.parametrize("lay", [pack, lambda rows: pad(rows, 0)], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chosen_layouts_compute_what_the_model_computes(family, lay):

@@ -1,0 +1,50 @@
+"""Weights of frozen models in host memory: when they are copied, and which stay on the device."""
+
+import pytest
+import torch
+
+from openrlhf.models.forward import LogProbs
+from openrlhf.rl.models import Models
+from openrlhf.training.host_memory import OffloadedWeights
+from openrlhf.training.local import LocalFrozen
+from tests.tiny import make_model
+from tests.training.deepspeed_cases import load_network, make_batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_model(tmp_path, "llama")
+    return tmp_path
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The copies to the device so far."""
+    counted, load = [], OffloadedWeights.load
+    monkeypatch.setattr(OffloadedWeights, "load", lambda self: (counted.append(1), load(self)))
+    return counted
+
+
+def test_offloaded_weights_move_once_for_all_micro_batches(folder, loads):
+    plain, offloaded = (LocalFrozen(load_network(folder), CPU, offload=offload) for offload in (False, True))
+    batches = [make_batch((5, 3), seed, packed=False) for seed in range(3)]
+    models = Models(reference=offloaded)
+    for found, batch in zip(models.reference_log_probs(batches), batches, strict=True):
+        torch.testing.assert_close(found, plain.forward(batch, LogProbs).log_probs, rtol=0, atol=0)
+    assert loads == [1]
+    assert not offloaded.offloaded.loaded
+
+
+def test_an_error_releases_the_device(folder):
+    frozen = LocalFrozen(load_network(folder), CPU, offload=True)
+    with pytest.raises(ZeroDivisionError), frozen.on_device():
+        raise ZeroDivisionError
+    assert not frozen.offloaded.loaded
+
+
+def test_the_head_stays_on_the_device():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
+    weights = OffloadedWeights(model, CPU, kept=model[1])
+    assert [id(tensor) for tensor, _ in weights.host] == [id(tensor) for tensor in model[0].parameters()]
