@@ -1,5 +1,8 @@
 """Micro-batches of a sharded reward model: every process must run the same number of forwards."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 
 from openrlhf.data.collate import Layout
@@ -16,6 +19,9 @@ class ShardedModel:
     def __init__(self, other_rounds):
         self.other_rounds = other_rounds
         self.events = []
+
+    network = SimpleNamespace(shares_prefixes=False)
+    on_device = staticmethod(nullcontext)
 
     def most_rounds(self, count):
         self.events.append("agreed")

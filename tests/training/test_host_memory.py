@@ -7,6 +7,7 @@ from openrlhf.models.forward import LogProbs
 from openrlhf.rl.models import Models
 from openrlhf.training.host_memory import OffloadedWeights
 from openrlhf.training.local import LocalFrozen
+from openrlhf.types import RolloutBatch
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import load_network, make_batch
 
@@ -29,7 +30,7 @@ def loads(monkeypatch):
 
 def test_offloaded_weights_move_once_for_all_micro_batches(folder, loads):
     plain, offloaded = (LocalFrozen(load_network(folder), CPU, offload=offload) for offload in (False, True))
-    batches = [make_batch((5, 3), seed, packed=False) for seed in range(3)]
+    batches = [RolloutBatch(**vars(make_batch((5, 3), seed, packed=False))) for seed in range(3)]
     models = Models(reference=offloaded)
     for found, batch in zip(models.reference_log_probs(batches), batches, strict=True):
         torch.testing.assert_close(found, plain.forward(batch, LogProbs).log_probs, rtol=0, atol=0)
