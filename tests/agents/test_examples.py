@@ -210,6 +210,7 @@ class Stack:
     assert got["rewards"] == [1.0]
 
 
+@pytest.mark.slow(seconds=2)
 def test_guessing_game(build):
     executor = build(agent_func_path=str(EXAMPLES / "agents/guessing_game.py"), context_length=4000)
     found, lost = Scripted("is it 50", "25", "what", "37"), Scripted("1")

@@ -117,6 +117,7 @@ def agent_at(request, write, monkeypatch):
     return make
 
 
+@pytest.mark.slow(seconds=3)
 def test_episode_with_a_tool(build, agent_at):
     scales = Scales()
     with served(scales.app()) as url:
@@ -156,6 +157,7 @@ def test_error_status_of_the_server_is_reported(build, write):
     assert '/verify answered 422: {"detail": "no such row"}' in str(failure)
 
 
+@pytest.mark.slow(seconds=2)
 def test_redirects_are_not_followed(build, write):
     """Otherwise a server could read, through a tool's result, an address that only this machine can reach."""
 
@@ -223,6 +225,7 @@ async def disconnect(request):
     return web.Response()
 
 
+@pytest.mark.slow(seconds=2)
 def test_server_that_disconnects_during_an_episode_is_reported(build, write):
     with served(Scales().app(**{"/weigh": disconnect})) as url:
         executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300, on_reward_error="skip")
@@ -249,6 +252,7 @@ def test_server_timeout_is_reported():
         given_up.set()
 
 
+@pytest.mark.slow(seconds=3)
 def test_unreachable_server_and_malformed_row_are_reported(build, write):
     file = write(AGENT.format(url="http://127.0.0.1:9"))
     (failure,) = run(

@@ -68,6 +68,7 @@ def test_the_sample_that_fails_is_named_with_the_function_and_the_line(build_wit
     assert len(result.trajectories) == 2
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("is_async", [True, False], ids=["waits", "blocks"])
 def test_a_function_that_hangs_is_abandoned_and_others_continue(build_with, is_async):
     release = threading.Event()

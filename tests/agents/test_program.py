@@ -604,6 +604,7 @@ def test_without_isolation_programs_are_refused():
     assert done.stdout == ""
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("environment", [{"OPENRLHF_UNISOLATED_PROGRAMS": "1"}, {}])
 def test_opt_in_keeps_the_limits(environment, tmp_path):
     """Without isolation: limits, output, and the end of daemons still work."""

@@ -17,6 +17,7 @@ from openrlhf.errors import ConfigError, RewardError, RolloutError
 LENGTHS = "[float(len(query)) for query in queries]"
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     "source",
     [
@@ -62,6 +63,7 @@ def test_groups_share_processes_and_keep_their_order(build, write):
     assert all(session.closed == 1 for group in sessions for session in group)
 
 
+@pytest.mark.slow(seconds=2)
 def test_random_numbers_in_a_reward_depend_only_on_the_sample(build, write):
     file = write("""
         import random, torch
@@ -115,6 +117,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failure_stops_the_run_and_names_its_sample(build, write, fault):
     executor = build(remote_rm_url=write(WHEN_ONE.format(fault=fault)), reward_timeout=1.0, processes=2)
@@ -125,6 +128,7 @@ def test_failure_stops_the_run_and_names_its_sample(build, write, fault):
     assert "user.py" in str(error.value)
 
 
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_skipped_failure_drops_only_its_sample(build, write, fault):
     executor = build(

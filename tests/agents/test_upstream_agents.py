@@ -90,6 +90,7 @@ def test_step_function_may_return_next_state(build, write):
     assert got.extra_logs == {"turns": 2.0}
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("arguments", ["hf_tokenizer, result_queue", "result_queue"])
 def test_legacy_executor_plays_its_agent(build, write, arguments):
     file = write(OLDER % (arguments, arguments))
@@ -98,12 +99,14 @@ def test_legacy_executor_plays_its_agent(build, write, arguments):
     assert [(item.reward, item.score) for item in got] == [(2.0, 0.25)] * 2
 
 
+@pytest.mark.slow(seconds=2)
 def test_legacy_executor_ends_at_max_turns(build, write):
     file = write((OLDER % (("hf_tokenizer, result_queue",) * 2)).replace("self.turns == 2", "False"))
     got = run(build(agent_func_path=file, max_turns=3), [Scripted("a")]).trajectories[0]
     assert decode(got.input_ids) == "1+1=2a;a;a"
 
 
+@pytest.mark.slow(seconds=2)
 def test_results_in_the_queue_are_assigned_to_their_episodes(build, write):
     sessions = [Scripted("a"), Scripted("bcd"), Scripted("ef")]
     got = run(build(agent_func_path=write(QUEUE)), sessions).trajectories
@@ -111,6 +114,7 @@ def test_results_in_the_queue_are_assigned_to_their_episodes(build, write):
     assert got[1].rollout_log_probs == (0.0,) * 4 + (-1.0,) * 3
 
 
+@pytest.mark.slow(seconds=2)
 def test_missing_result_in_the_queue_is_reported(build, write):
     file = write(QUEUE.replace("await self.result_queue.put(", "dict("))
     with pytest.raises(RolloutError, match="neither put a result into"):
@@ -172,6 +176,7 @@ def test_reward_file_can_grade_answers(build, write):
 PYTHON = Path(__file__).parents[2] / "examples/python"  # files that upstream's scripts name
 
 
+@pytest.mark.slow(seconds=2)
 def test_agent_func_gives_second_chances(build):
     executor = build(agent_func_path=str(PYTHON / "agent_func.py"), context_length=256)
     got = run(executor, [Scripted("2"), Scripted("3", "2.0"), Scripted("4")]).trajectories
@@ -250,6 +255,7 @@ SERVED = (
 )
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("source", [KEPT, SERVED], ids=["attribute", "server"])
 def test_engine_of_the_first_episode_serves_later_ones(build, write, source):
     """Run two prompts in lockstep, in which a request assigned to the wrong episode would hang; then two more."""

@@ -36,6 +36,7 @@ def test_without_clipping_the_loss_is_squared_error():
     assert metrics["values"].value == 2
 
 
+@pytest.mark.slow(seconds=3)
 @given(batches_with_split(3))
 def test_splitting_changes_neither_value_nor_gradient(case):
     batch, parts = case

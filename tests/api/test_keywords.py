@@ -103,6 +103,7 @@ def test_functions_are_named_and_two_of_the_same_name_stay_apart():
         assert argv == ["--remote_rm_url=http://host/r"]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
@@ -123,6 +124,7 @@ def test_mistakes_raise_the_errors_of_the_command(given, complaint, models):
     assert isinstance(raised.value, ValueError)
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

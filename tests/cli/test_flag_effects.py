@@ -170,6 +170,7 @@ def short_session(monkeypatch):
     monkeypatch.setattr(view_server.Server, "run", lambda self, sockets: None)
 
 
+@pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.usefixtures("short_session")
 def test_every_flag_is_read_reported_or_rejected(name, tmp_path, models):
@@ -256,6 +257,7 @@ def test_expert_flags_take_effect_for_mixture_models(tmp_path, models, capsys):
         assert capsys.readouterr().err.count("--experts_implementation eager has no effect") == lines
 
 
+@pytest.mark.slow(seconds=2)
 def test_reward_model_flags_without_a_reward_model_are_reported(tmp_path, models, capsys):
     flags = rl_with_reward_model(tmp_path, models()) | {"prm_reduce": "mean", "step_rewards": True, "max_steps": 1}
     run_command("train_ppo", flags)

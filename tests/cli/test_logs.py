@@ -95,6 +95,7 @@ def test_flags_and_versions_are_recorded_without_api_keys(tmp_path, train, wandb
     assert [path for path in written if b"secretsecret" in path.read_bytes()] == []
 
 
+@pytest.mark.slow(seconds=4)
 def test_wandb_offline_accepts_true_instead_of_a_key(tmp_path, train, wandb_offline):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(2)), use_wandb="True")
     assert list((tmp_path / "wandb").rglob("*.wandb"))
@@ -133,6 +134,7 @@ def test_wandb_gets_a_table_of_samples(tmp_path, train, wandb_offline):
     assert [row[2] for row in content["data"]] == [row["response"] for row in read_rollouts(ran, 1)[:4]]
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_dashboard_that_fails_costs_a_line_not_the_run(wandb_offline, trackio_folder, capfd):
     import trackio
     import wandb

@@ -87,6 +87,7 @@ def test_any_row_is_read_or_rejected_with_its_place(name, tmp_path, data, templa
     assert problem is None or ("data.jsonl" in problem and "\n" not in problem and len(problem) < 1000)
 
 
+@pytest.mark.slow(seconds=4)
 @FUZZING
 @given(content=st.one_of(st.binary(min_size=1, max_size=40), st.text(min_size=1, max_size=40).map(str.encode)))
 def test_any_bytes_are_rows_or_rejected(tmp_path, content):

@@ -71,6 +71,7 @@ def test_chat_flags_reach_the_rows(tmp_path):
     assert decode_row(load_data(config, word_tokenizer()).train[0])[0].startswith("<system> be kind <eos>")
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(("count", "held"), [(1, 1), (99, 99), (250, 100), (10300, 103)])
 def test_a_reward_model_without_eval_data_evaluates_on_the_first_training_rows(count, held, tmp_path, capsys):
     write_rows(tmp_path / "train.jsonl", [ROWS[RMConfig]] * count)

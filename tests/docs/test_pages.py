@@ -116,6 +116,7 @@ def states(shown, default):
     return quoted is None or quoted[1].replace("\\n", "\n") == default
 
 
+@pytest.mark.slow(seconds=2)
 def test_every_quoted_message_exists():
     """Messages are split at `...`; each longer fragment must be part of a text in the package."""
     messages = MESSAGE.findall((ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"))

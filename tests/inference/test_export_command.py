@@ -126,6 +126,7 @@ def test_sentencepiece_tokenizers_give_the_same_tokens(tmp_path):
         assert reloaded(text, add_special_tokens=False).input_ids == tokenizer(text).input_ids
 
 
+@pytest.mark.slow(seconds=2)
 def test_an_adapter_becomes_a_gguf_file_that_is_prompted_as_in_training(tmp_path, capfd):
     base = make_byte_model(tmp_path / "base")
     data = {"dataset": write_rows(tmp_path / "rows.jsonl", answers(16))}

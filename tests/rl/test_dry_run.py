@@ -268,6 +268,7 @@ def test_a_slow_agent_ends_the_trial_but_not_the_run(run_ppo, tmp_path):
     assert "the reward test ended after 4 s (--reward_timeout) with 0 of 4 prompts" in stderr
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_server_that_never_answers_costs_one_timeout(run_ppo, tmp_path):
     connections = []
     with socket.create_server(("127.0.0.1", 0)) as server:

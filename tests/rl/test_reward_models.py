@@ -115,6 +115,7 @@ def test_a_model_with_another_tokenizer_scores_the_text(train_ppo, reward_model,
     assert rewards(rows) == pytest.approx(plain_scores(folder, rows, read), abs=1e-5)
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_reward_model_scores_episodes_without_an_agent_reward(train_ppo, reward_model, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     folder = reward_model()
@@ -137,6 +138,7 @@ def test_a_reward_model_with_another_tokenizer_cannot_initialise_the_critic(
     assert ran.train("critic_loss")[0] > 0
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
 def test_two_reward_models_are_weighted(train_ppo, reward_model, packing, models):
     one, other = reward_model("one"), reward_model("two", models(seed=5), seed=5)
@@ -148,6 +150,7 @@ def test_two_reward_models_are_weighted(train_ppo, reward_model, packing, models
     assert rewards(rows) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_rewards_are_normalised_with_the_models_saved_statistics(train_ppo, reward_model, pad_is_eos, models, capsys):
     policy = models(pad_is_eos=pad_is_eos)
@@ -241,6 +244,7 @@ ONE_STEP_PROMPT = [
 ]  # the first step belongs to the prompt
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["by number", "by tokens"])
 def test_with_step_rewards_each_step_is_rewarded_at_its_end(
     train_ppo, process_model, reward_model, plain_step_scores, tmp_path, dynamic

@@ -143,6 +143,7 @@ def test_truncation_is_reported(run, monkeypatch):
     assert "% of the responses ended at the length limit (8 tokens)" in line
 
 
+@pytest.mark.slow(seconds=4)
 def test_a_policy_that_leaves_its_reference_is_reported(run):
     lines = run(init_kl_coef=1e-6, actor_learning_rate=0.3, **ENDING)
     assert [line for line in lines if "the KL to the reference was above 2 nats per token" in line]

@@ -47,6 +47,7 @@ def run(tmp_path, models, capsys):
     return start
 
 
+@pytest.mark.slow(seconds=5)
 def test_without_a_fault_nothing_is_reported(run):
     for flags in ({}, OVERLAPPED, {"temperature": 0.5}, {"lora_rank": 4, **OVERLAPPED}):
         code, stderr = run(**flags)

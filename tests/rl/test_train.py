@@ -51,6 +51,7 @@ def initial_weights(models):
     return load_file(f"{models()}/model.safetensors")
 
 
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
 def test_every_estimator_learns(estimator, train_ppo):
     flags = {"n_samples_per_prompt": 8, "train_batch_size": 64, "micro_train_batch_size": 64}
@@ -60,6 +61,7 @@ def test_every_estimator_learns(estimator, train_ppo):
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + MARGIN
 
 
+@pytest.mark.slow(seconds=2)
 def test_the_same_seed_gives_the_same_run(train_ppo):
     once, again, other = train_ppo("once"), train_ppo("again"), train_ppo("other", seed=7)
     assert once.metrics == again.metrics
@@ -80,6 +82,7 @@ def test_an_empty_queue_equals_the_synchronous_run_with_one_step_per_rollout(tra
     assert queue.metrics == sync.metrics
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(("size", "staleness"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 2, 2])])
 def test_staleness_is_bounded_by_the_queue_length(size, staleness, train_ppo, models):
     ran = train_ppo(rows=make_prompts(40), async_train=True, async_queue_size=size)
@@ -106,6 +109,7 @@ def test_a_separate_engine_receives_every_update(kind, train_ppo, models):
     assert ran.train("staleness") == [0, 1, 1]
 
 
+@pytest.mark.slow(seconds=3)
 def test_asynchronous_training_corrects_for_old_samples_by_default(train_ppo):
     ran, explicit = (
         train_ppo("default", async_train=True),
@@ -165,12 +169,14 @@ def test_with_ema_the_saved_policy_is_the_average(train_ppo, models):
         torch.testing.assert_close(mean[name], 0.75 * first[name] + 0.25 * trained[name])
 
 
+@pytest.mark.slow(seconds=3)
 def test_kl_in_the_loss_keeps_the_policy_near_the_reference(train_ppo):
     without_kl = train_ppo("free", use_kl_loss=True, kl_estimator="k3", init_kl_coef=1e-9)
     with_kl = train_ppo("held", use_kl_loss=True, kl_estimator="k3", init_kl_coef=3.0)
     assert 0 < with_kl.train("kl_loss")[-1] < without_kl.train("kl_loss")[-1]  # 0.5 to 0.7 of it over five seeds
 
 
+@pytest.mark.slow(seconds=3)
 def test_the_policy_is_frozen_while_the_critic_warms_up(train_ppo):
     ran = train_ppo(freezing_actor_steps=2, **PPO)
     first, second, third, _ = ran.metrics
@@ -180,11 +186,13 @@ def test_the_policy_is_frozen_while_the_critic_warms_up(train_ppo):
     assert first["critic_grad_norm"] > 0
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_frozen_policy_does_not_change(train_ppo, models):
     ran = train_ppo(freezing_actor_steps=4, **PPO)
     assert have_equal_weights(weights(ran), initial_weights(models))
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_reward_model_scores_the_samples(train_ppo, tmp_path, models):
     flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(48), pairs(5, seed=1)) | {"pretrain": models()}
     run_command("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt", "max_epochs": 2})
@@ -268,6 +276,7 @@ def test_filtered_groups_are_replaced_and_accepted_groups_are_trained(train_ppo,
     assert all(0 < rate < 100 for rate in ran.train("dynamic_filtering_pass_rate"))
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_filtered_run_completes_its_learning_rate_schedule(train_ppo, tmp_path):
     """Two of three prompts are filtered out, so there are two rollouts instead of five, with 8 and 3 prompts."""
     rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(make_prompts(33))]
@@ -345,6 +354,7 @@ def test_variants_of_rl_runs_finish(variant, train_ppo, models):
     assert all(norm > 0 for norm in ran.train("actor_grad_norm"))
 
 
+@pytest.mark.slow(seconds=2)
 def test_experts_of_the_critic_are_balanced_too(train_ppo, models, capsys):
     flags = {"pretrain": models("mixtral"), "advantage_estimator": "gae", "max_steps": 1}
     plain, balanced = train_ppo("plain", **flags), train_ppo("balanced", **flags, aux_loss_coef=0.5)
@@ -375,6 +385,7 @@ def test_a_stop_text_ends_a_response(train_ppo):
     assert not any({a, b} & set(tokens[:-1]) for tokens in stderr)
 
 
+@pytest.mark.slow(seconds=2)
 def test_micro_batch_sizes_do_not_change_the_result(train_ppo):
     whole = train_ppo("whole", micro_train_batch_size=32, micro_rollout_batch_size=32)
     cut = train_ppo("cut", micro_train_batch_size=5, micro_rollout_batch_size=3)
@@ -464,6 +475,7 @@ def test_timings_of_a_step_add_up(flags, train_ppo, tmp_path, capsys):
     assert f"tok/s {shown_number(steps[-1]['timing/tokens_per_second'])}" in capsys.readouterr().err
 
 
+@pytest.mark.slow(seconds=2)
 def test_evaluation_does_not_change_training(train_ppo, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", make_prompts(5))
     with_it = train_ppo("with", eval_dataset=held_out, eval_steps=1)
@@ -489,6 +501,7 @@ def test_plain_transformers_loads_the_policy(train_ppo):
     assert have_equal_weights(dict(model.state_dict()), weights(ran))
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_finished_run_can_resume_with_more_steps(train_ppo):
     train_ppo("more", max_steps=2, save_steps=2)
     ran = train_ppo("more", max_steps=4, save_steps=2, load_checkpoint=True)

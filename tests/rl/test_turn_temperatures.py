@@ -45,6 +45,7 @@ def train_agent(tmp_path, models):
     return start
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("more", [{}, {"packing_samples": True, "entropy_loss_coef": 0.01}])
 def test_tokens_are_scored_at_the_temperature_of_their_turn(train_agent, more):
     ran = train_agent("temperature = 2.5", temperature=0.7, enable_vllm_is_correction=True, init_kl_coef=0.1, **more)
@@ -66,6 +67,7 @@ def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(train_ag
     assert "Try: leave top_p unchanged, or --enable_vllm_is_correction false" in stderr
 
 
+@pytest.mark.slow(seconds=2)
 def test_without_correction_a_truncated_vocabulary_is_recorded(train_agent):
     ran = train_agent("top_p = 0.9")
     assert not any(row["whole_vocabulary"] for row in read_rollouts(ran, 1))

@@ -67,6 +67,7 @@ def test_the_card_repeats_the_run(train, tmp_path):
     assert json.loads(json.dumps(again)) == recorded
 
 
+@pytest.mark.slow(seconds=2)
 def test_an_adapter_inherits_license_and_base_and_its_example_runs(train, tmp_path, models, capsys):
     base = shutil.copytree(models(), tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: org/origin\n---\n# A base\n")

@@ -32,6 +32,7 @@ from tests.toy_data import (
 )
 
 
+@pytest.mark.slow(seconds=2)
 def test_sft_learns_and_reports_the_loss_of_the_saved_model(tmp_path, train):
     held_out = answers(30, seed=1)
     ran = train("train_sft", **dataset_flags(tmp_path, answers(150), held_out), **ANSWERS, max_epochs=6)
