@@ -98,6 +98,17 @@ class ContinuousBatching:
         return f"continuous batching with {self.attention} attention{prompts}"
 
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[CachedRows, Tensor]:
+        """Run the model once on each different prompt, and copy the result for all samples of the prompt."""
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        rows, logits = self._prefill(list(numbers))
+        if len(numbers) < len(prompts):
+            places = [numbers[tuple(prompt)] for prompt in prompts]
+            rows.keep(places)
+            logits = logits[places]
+        return rows, logits
+
+    def _prefill(self, prompts: Sequence[Tokens]) -> tuple[CachedRows, Tensor]:
+        """Run the model on prompts, all of them different."""
         device = self.decoder.device
         groups = [prompts] if self.pads_prompts else [list(alike) for _, alike in groupby(prompts, len)]
         prefilled: list[CachedRows] = []

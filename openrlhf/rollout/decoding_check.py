@@ -5,6 +5,7 @@ removing rows:
 
     prefill rows 0 1 2  ->  2 steps  ->  prefill row 3 and add it  ->  2 steps  ->  keep rows 1 2 3  ->  2 steps
 
+Rows 1 and 2 are samples of the same prompt.
 The log-probs of each step are compared with those of the model's own forward on each whole sequence, without a cache.
 `HFEngine` uses the fastest strategy that agrees:
 
@@ -34,12 +35,8 @@ from openrlhf.rollout.fallback_decoding import OwnCaches, Uncached
 
 FAST = "sdpa"  # fast attention for left-padded rows with a cache
 PLAIN = "eager"  # attention that every model supports
-PROMPTS = (
-    11,
-    6,
-    6,
-    2,
-)  # lengths in tokens: two are equal, and one is shorter than the convolutions of recurrent layers
+# Lengths in tokens: two are the same prompt, and one is shorter than the convolutions of recurrent layers.
+PROMPTS = (11, 6, 6, 2)
 STEPS = 6  # number of tokens after each prompt
 LIKELIEST = 32  # number of most likely tokens to compare at each position
 
@@ -106,6 +103,7 @@ def make_probe(decoder: PreTrainedModel) -> DecodingProbe:
     """Compute the model's own results with eager attention, and its rounding error in half precision."""
     lengths = [length + STEPS for length in PROMPTS]
     sequences = [row.tolist() for row in random_rows(decoder.config.get_text_config().vocab_size, lengths)]
+    sequences[2][: PROMPTS[2]] = sequences[1][: PROMPTS[1]]
     with evaluating(decoder, PLAIN):
         own = own_log_probs(decoder, sequences)  # [tokens, vocabulary] each
         tokens = [found.topk(min(LIKELIEST, found.shape[-1])).indices for found in own]  # [tokens, likeliest] each

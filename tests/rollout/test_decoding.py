@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -83,6 +83,32 @@ def test_each_strategy_gives_the_same_completions(way):
     for ours, theirs in zip(slow.complete(asked), fast.complete(asked), strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "falcon_h1", "minimax"])
+def test_samples_of_a_prompt_are_those_of_separate_calls(family):
+    network = Network(build(family))
+    engine = HFEngine(network, make_tokenizer(), max_rows=5)
+    asked = [
+        Request(request.prompt_token_ids, replace(request.params, seed=seed)) for request in ask() for seed in range(3)
+    ]
+    for request, together in zip(asked, engine.complete(asked), strict=True):
+        (alone,) = engine.complete([request])
+        assert together.token_ids == alone.token_ids
+        assert together.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+def test_a_prompt_is_prefilled_once_for_all_of_its_samples():
+    model, seen = build("llama"), []
+    engine = HFEngine(Network(model), make_tokenizer()).prepare()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = ((21, 22, 23), (24, 25, 26))
+    engine.complete(
+        [Request(prompts[seed % 2], SamplingParams(max_tokens=2, min_tokens=2, seed=seed)) for seed in range(8)]
+    )
+    assert seen == [(2, 3), (8, 1)]
 
 
 def test_requested_eager_attention_is_used():
