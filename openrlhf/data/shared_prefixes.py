@@ -98,7 +98,8 @@ def group_by_prefix(sequences: Sequences) -> list[Group]:
     divided where they have the least in common, whichever saves more: the samples of a prompt stay together even if all
     prompts start with the same instructions.
     """
-    order = sorted(range(len(sequences)), key=lambda number: sequences[number].astype(">u4").tobytes())
+    long = [number for number, sequence in enumerate(sequences) if len(sequence) > SHORTEST]
+    order = sorted(long, key=lambda number: sequences[number].astype(">u4").tobytes())
     common = [common_tokens(sequences[one], sequences[other]) for one, other in pairwise(order)]
 
     def divide(first: int, last: int, level: int = 0) -> list[Group]:
@@ -116,7 +117,7 @@ def group_by_prefix(sequences: Sequences) -> list[Group]:
         pays = whole.prefix >= SHORTEST and whole.saved >= LEAST_SAVING * total
         return [whole] if pays and whole.saved > sum(part.saved for part in parts) else parts
 
-    return divide(0, len(sequences) - 1) if sequences else []
+    return divide(0, len(order) - 1) if order else []
 
 
 def common_tokens(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:

@@ -40,19 +40,18 @@ class Batching:
         counts the tokens that are computed.
         """
         count = len(sequences)
-        alone = [Group(0, [place]) for place in range(count)]
-        groups = alone
-        if self.shares_prefixes:
-            together = group_by_prefix(sequences)
-            grouped = {place for group in together for place in group.members}
-            groups = together + [group for group in alone if group.members[0] not in grouped]
+        groups = group_by_prefix(sequences) if self.shares_prefixes else []
+        grouped = {place for group in groups for place in group.members}
+        others = [place for place in range(count) if place not in grouped]
         if self.token_budget is None:
-            order = [place for group in groups for place in group.members]
+            order = [place for group in groups for place in group.members] + others
             size = min(self.size, max(1, count // self.ranks))
             return [order[place : place + size] for place in range(0, count, size)]
         lengths = [len(sequence) for sequence in sequences]
         groups = [part for group in groups for part in divide(group, lengths, self.token_budget)]
-        groups = groups if len(groups) >= self.ranks else alone
+        groups += [Group(0, [place]) for place in others]
+        if len(groups) < self.ranks:
+            groups = [Group(0, [place]) for place in range(count)]
         tokens = [computed_tokens(group, lengths) for group in groups]
         rounds = -(-len(first_fit(tokens, self.token_budget)) // self.ranks)
         parts = by_tokens(tokens, self.token_budget, at_least=min(rounds * self.ranks, len(groups)))
@@ -114,7 +113,8 @@ class RolloutTokens:
 
     def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return the tokens of the given samples, without padding."""
-        return [self.input_ids[number, : self.lengths[number]].numpy() for number in samples]
+        ids, lengths = self.input_ids.numpy(), self.lengths.tolist()
+        return [ids[number, : lengths[number]] for number in samples]
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [samples, tokens] of the given samples in the layout of a batch, [rows, tokens]."""
