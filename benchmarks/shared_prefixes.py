@@ -37,8 +37,11 @@ def make_groups(args: argparse.Namespace) -> Batch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape(parser, tokens=0, steps=3)
-    for name, default in (("prompt", 128), ("response", 512), ("samples", 8), ("groups", 3), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--response", type=int, default=512, help="tokens")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each prompt")
+    parser.add_argument("--groups", type=int, default=3, help="prompts")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
     args = parser.parse_args()
     if args.hidden < 256:  # a toy shape: smaller heads
