@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from openrlhf.signals import forward_signals
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 CHECK_SIGNALS_EVERY = 0.2  # seconds
 
 
-def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+def run_async(work: Coroutine[object, None, Result]) -> Result:
     """Run a coroutine to its end and return its result, like `asyncio.run`."""
     try:
         asyncio.get_running_loop()
@@ -28,7 +28,7 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
     return LoopThread(work).result()
 
 
-async def caught(work: Coroutine[Any, Any, Result]) -> Result | KeyboardInterrupt:
+async def caught(work: Coroutine[object, None, Result]) -> Result | KeyboardInterrupt:
     """Return the result of a coroutine, or the interrupt that ended it.
 
     An interrupt that leaves a task stops the loop itself: asyncio would log a traceback of the task later.
@@ -48,12 +48,12 @@ def reraise(outcome: Result | KeyboardInterrupt) -> Result:
 class LoopThread(Generic[Result]):
     """A thread that runs one coroutine on its own event loop."""
 
-    def __init__(self, work: Coroutine[Any, Any, Result]) -> None:
+    def __init__(self, work: Coroutine[object, None, Result]) -> None:
         self.work = work
         self.ended: Future[Result] = Future()
         self.interrupted = False
         self.loop: asyncio.AbstractEventLoop | None = None  # set while the coroutine runs
-        self.task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[object] | None = None
 
     def result(self) -> Result:
         """Run the coroutine and wait for its result; raise KeyboardInterrupt if a signal cancelled it."""

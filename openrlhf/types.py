@@ -17,7 +17,7 @@ The same holds for each sequence of a packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -174,7 +174,7 @@ class Prompt:
     index: int
     text: str
     input_ids: tuple[int, ...]
-    label: Any = ""
+    label: object = ""
     datasource: str = "default"
 
 

@@ -114,7 +114,10 @@ class AgentExecutorBase(ABC):
     template: TemplateFlags = TemplateFlags()  # set from the template flags
 
     def __init__(
-        self, agent_instance_cls: Callable[[], object] | None = None, *legacy: object, **legacy_by_name: object
+        self,
+        agent_instance_cls: Callable[[], AgentInstanceBase] | None = None,
+        *legacy: object,
+        **legacy_by_name: object,
     ) -> None:
         """Accept the arguments that files for 0.8.7 to 0.9.0 pass: their agent class, the engine and others.
 
@@ -206,12 +209,12 @@ class AgentInstanceBase(ABC):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    async def reset(self, states: ResetStates, **kwargs: object) -> Mapping[str, Any]:
+    async def reset(self, states: ResetStates, **kwargs: object) -> Mapping[str, object]:
         """Return a dict with the first observation; `states` contains observation (the prompt) and label."""
         return states
 
     @abstractmethod
-    async def step(self, states: StepStates, **kwargs: object) -> Mapping[str, Any]:
+    async def step(self, states: StepStates, **kwargs: object) -> Mapping[str, object]:
         """Respond to a turn of the policy: return a dict with rewards, environment_feedback and done.
 
         `states` contains observation_text, action_text, label and sampling_params. Optional keys of the result are
@@ -221,8 +224,9 @@ class AgentInstanceBase(ABC):
 
 def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
     """Convert the sampling parameters of a run for user code, without the seed."""
-    lists: dict[str, Any] = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-    return AgentSamplingParams(**vars(params) | lists | {"seed": None})
+    given = AgentSamplingParams(**vars(params))
+    given.stop, given.stop_token_ids, given.seed = list(params.stop), list(params.stop_token_ids), None
+    return given
 
 
 def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams:
@@ -236,7 +240,7 @@ def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams
             f"sampling_params.n is {count}: expected 1, because an agent gets one continuation per request"
         )
     defaults = vars(SamplingParams(max_tokens=limit, seed=seed))
-    values: dict[str, Any] = dict(defaults)
+    values = dict(defaults)
     for name, default in defaults.items():
         value: Json = plain(getattr(given, name, None))
         if value is None:

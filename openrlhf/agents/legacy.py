@@ -40,12 +40,12 @@ class ResultQueue:
     """A queue that stores the results of concurrent episodes separately, by the call whose code is running."""
 
     def __init__(self) -> None:
-        self.results: dict[int | None, Any] = {}
+        self.results: dict[int | None, EpisodeResult] = {}
 
-    async def put(self, result: object) -> None:
+    async def put(self, result: EpisodeResult) -> None:
         self.put_nowait(result)
 
-    def put_nowait(self, result: object) -> None:
+    def put_nowait(self, result: EpisodeResult) -> None:
         self.results[current_call.get()] = result
 
 
@@ -92,7 +92,7 @@ class StepFunction(AgentInstanceBase):
         self.step_function: Callable[..., object] = vars(load_module(file))["step"]
         self.takes_params = takes_keyword(self.step_function, "sampling_params")
 
-    async def step(self, states: StepStates, **kwargs: object) -> dict[str, Any]:
+    async def step(self, states: StepStates, **kwargs: object) -> dict[str, object]:
         """Call the file's `step` and derive the feedback from the text it returns."""
         observation, action = states["observation_text"], states["action_text"]
         more = {"sampling_params": states["sampling_params"]} if self.takes_params else {}

@@ -12,7 +12,6 @@ import threading
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"[{}]")
@@ -90,11 +89,12 @@ def equal_as_mathematics(given: str, truth: str) -> bool:
 
     limit = SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0: no limit
 
-    def read(answer: str) -> list[Any]:
+    def in_box(answer: str) -> str:
         boxed = extract_boxed_answer(answer)
-        return parse(f"\\boxed{{{answer if boxed is None else boxed}}}", parsing_timeout=limit)
+        return f"\\boxed{{{answer if boxed is None else boxed}}}"
 
-    return bool(verify(read(truth), read(given), timeout_seconds=limit))
+    expected, answered = (parse(in_box(answer), parsing_timeout=limit) for answer in (truth, given))
+    return bool(verify(expected, answered, timeout_seconds=limit))
 
 
 @cache

@@ -7,9 +7,9 @@ executors for older versions (`legacy.py`) run in the same loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from openrlhf.agents.interface import EpisodeExecutor, EpisodeResult, EpisodeTask, StepStates
+from openrlhf.agents.interface import AgentInstanceBase, EpisodeExecutor, EpisodeResult, EpisodeTask, StepStates
 from openrlhf.agents.loading import create_instance, resolve
 from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.scores import kind_of, read_logs, read_number
@@ -22,7 +22,7 @@ STEP = "the agent's step"
 class MultiTurnAgentExecutor(EpisodeExecutor):
     """Executor that runs an AgentInstanceBase, with a new instance for each sample."""
 
-    def __init__(self, agent_instance_cls: Callable[[], object]) -> None:
+    def __init__(self, agent_instance_cls: Callable[[], AgentInstanceBase]) -> None:
         self.agent_instance_cls = agent_instance_cls
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
@@ -30,7 +30,7 @@ class MultiTurnAgentExecutor(EpisodeExecutor):
 
         Rewards are summed; for scores and extra_logs, the last values are used.
         """
-        instance: Any = await create_instance(self.agent_instance_cls)
+        instance = await create_instance(self.agent_instance_cls)
         first = await resolve(instance.reset({"observation": task.prompt, "label": task.label}))
         transcript = Transcript.begin(read_observation(first), task)
         params: object = task.sampling_params
@@ -51,17 +51,13 @@ class MultiTurnAgentExecutor(EpisodeExecutor):
                 "sampling_params": params,
             }
             result = read_step(await resolve(instance.step(states)))
-            reward = read_number(plain(result.get("rewards")), f"'rewards' of {STEP}")
-            total, turns, done = total + reward, turns + 1, bool(result["done"])
+            total, turns, done = total + result.reward, turns + 1, result.done
             if transcript.action_ranges:
-                step_rewards.append((transcript.action_ranges[-1][1] - 1, reward))
-            if result.get("scores") is not None:
-                score = read_number(plain(result["scores"]), f"'scores' of {STEP}")
-            if result.get("extra_logs") is not None:
-                (logs,) = read_logs(plain(result["extra_logs"]), 1, STEP)
-            feedback = result.get("environment_feedback") or ""
-            transcript.add_feedback(feedback, tokenise(feedback, task.tokenizer))
-            params = result.get("sampling_params") or params
+                step_rewards.append((transcript.action_ranges[-1][1] - 1, result.reward))
+            score = score if result.score is None else result.score
+            logs = logs if result.logs is None else result.logs
+            transcript.add_feedback(result.feedback, tokenise(result.feedback, task.tokenizer))
+            params = result.sampling_params or params
         return {
             **transcript.result(truncated=not done or finish_reason == "length"),
             "reward": total,
@@ -79,7 +75,19 @@ def read_observation(result: object) -> str:
     return observation
 
 
-def read_step(result: object) -> Mapping[str, Any]:
+@dataclass(frozen=True)
+class StepResult:
+    """The validated result of `step`; None for keys that it lacks."""
+
+    reward: float
+    done: bool
+    score: float | None
+    logs: dict[str, float] | None
+    feedback: str  # empty if the environment says nothing
+    sampling_params: object  # of the next turn
+
+
+def read_step(result: object) -> StepResult:
     """Validate the result of `step`; raise a RolloutError that describes the problem."""
     if not isinstance(result, Mapping):
         raise RolloutError(f"{STEP} returned {kind_of(result)}: expected a dict with 'rewards' and 'done'")
@@ -94,4 +102,13 @@ def read_step(result: object) -> Mapping[str, Any]:
     feedback = result.get("environment_feedback")
     if not isinstance(feedback, str | None):
         raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}: expected a string")
-    return result
+    reward = read_number(plain(result["rewards"]), f"'rewards' of {STEP}")
+    score, logs = result.get("scores"), result.get("extra_logs")
+    return StepResult(
+        reward=reward,
+        done=bool(result["done"]),
+        score=None if score is None else read_number(plain(score), f"'scores' of {STEP}"),
+        logs=None if logs is None else read_logs(plain(logs), 1, STEP)[0],
+        feedback=feedback or "",
+        sampling_params=result.get("sampling_params"),
+    )

@@ -22,7 +22,7 @@ from openrlhf.agents.futures import mark_retrieved
 from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 from openrlhf.monitor import say
 
-Worker = TypeVar("Worker")  # class of the actor
+Worker = TypeVar("Worker", covariant=True)  # class of the actor
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 BACKGROUND = "background"  # concurrency group of calls that run alongside the process's current work
@@ -125,7 +125,7 @@ class ProcessWatch:
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.watches: list[asyncio.Task[None]] = []
 
-    def watch(self, process: Process[Any]) -> None:
+    def watch(self, process: Process[object]) -> None:
         """Watch the process from now on through its `heartbeat`, a call that fails when the process dies."""
 
         async def wait_for_death() -> None:

@@ -47,7 +47,7 @@ class ProcessStarter:
 
     cluster: Cluster
     watch: ProcessWatch
-    processes: list[Process[Any]] = field(default_factory=list)
+    processes: list[Process[object]] = field(default_factory=list)
 
     async def start_group(self, group: GroupPlan, config: RLConfig, rollouts: int) -> WorkerGroup:
         """Start the processes of a group and wait until they have loaded their models."""

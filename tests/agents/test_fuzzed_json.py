@@ -81,7 +81,7 @@ gym_rows = some_of(
 def test_any_label_is_a_row_of_nemo_gym_or_rejected(label):
     try:
         row = read_row(label)
-        tools = [convert_tool(tool) for tool in row["responses_create_params"].get("tools") or []]
+        tools = [convert_tool(tool) for tool in row.tools]
     except RolloutError as error:
         assert len(str(error)) < 1000  # noqa: PT017
     else:

@@ -154,7 +154,7 @@ def test_single_turn_agent_without_a_reward_leaves_it_to_models(build, write):
 
 def test_images_are_rejected():
     step = {"rewards": 1.0, "environment_feedback": "", "done": False}
-    assert read_step(step | {"environment_images": []})
+    assert read_step(step | {"environment_images": []}).reward == 1.0
     with pytest.raises(RolloutError, match="'environment_images', but models are trained on text"):
         read_step(step | {"environment_images": ["screen.png"]})
 

@@ -10,7 +10,8 @@ reset and step, MCP, sessions with a caller's id) are not supported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from openrlhf.agents.chat.episode import ChatEpisode, ChatExecutor, EpisodeFull
 from openrlhf.agents.chat.wire import MODEL, ChatRequest, format_message, read_chat
@@ -34,6 +35,23 @@ ROW = (
 Item: TypeAlias = dict[str, Json]  # item of a Responses object
 
 
+@dataclass(frozen=True)
+class GymRow:
+    """A row of NeMo Gym, and what this module reads of its responses_create_params."""
+
+    content: dict[str, object]  # the whole row, which the server gets back
+    input: object  # a text or a list of messages
+    tools: list[object]  # in the flat format of the Responses API
+    tool_choice: object
+
+
+class ChatTool(TypedDict):
+    """A tool in the nested format of chat templates."""
+
+    type: str  # "function"
+    function: Mapping[str, object]  # its name, description and parameters
+
+
 class NemoGymAgentExecutor(ChatExecutor):
     """Executor for the resources server at `url`; the label of a prompt is its row."""
 
@@ -52,9 +70,8 @@ class NemoGymAgentExecutor(ChatExecutor):
         row = read_row(task.label)
         episode = self.open_chat(task)
         async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # accept cookies from IP addresses, too
-            await self._ask(http, "/seed_session", row)
-            params = row["responses_create_params"]
-            output = await self._play(http, params, episode)
+            await self._ask(http, "/seed_session", row.content)
+            output = await self._play(http, row, episode)
             response = {
                 "id": "resp_1",
                 "object": "response",
@@ -62,10 +79,10 @@ class NemoGymAgentExecutor(ChatExecutor):
                 "model": MODEL,
                 "output": output,
                 "parallel_tool_calls": True,
-                "tool_choice": params.get("tool_choice") or "auto",
-                "tools": params.get("tools") or [],
+                "tool_choice": row.tool_choice,
+                "tools": row.tools,
             }
-            verified = await self._ask(http, "/verify", row | {"response": response})
+            verified = await self._ask(http, "/verify", row.content | {"response": response})
         if not isinstance(verified, Mapping) or "reward" not in verified:
             raise RewardError(
                 f"{self.url}/verify sent no reward: expected an object with reward, got {clip(repr(verified))}"
@@ -73,14 +90,13 @@ class NemoGymAgentExecutor(ChatExecutor):
         calls = float(sum(item["type"] == "function_call" for item in output))
         return {**episode.result(), "reward": verified["reward"], "extra_logs": {"tool_calls": calls}}
 
-    async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: ChatEpisode) -> list[Item]:
+    async def _play(self, http: ClientSession, row: GymRow, episode: ChatEpisode) -> list[Item]:
         """Run turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
-        given = params["input"]
         try:
-            messages = read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
+            messages = read_chat([{"role": "user", "content": row.input}] if isinstance(row.input, str) else row.input)
         except DataError as error:
             raise RolloutError(f"responses_create_params.input: {error.message}") from None
-        tools = [convert_tool(tool) for tool in params.get("tools") or []]
+        tools = [convert_tool(tool) for tool in row.tools]
         output: list[Item] = []
         while True:
             try:
@@ -141,7 +157,7 @@ def decode(body: bytearray, charset: str | None) -> str:
         return body.decode(errors="replace")
 
 
-def read_row(label: object) -> dict[str, Any]:
+def read_row(label: object) -> GymRow:
     """Parse the row from a label, which is an object or JSON text."""
     try:
         row = parse_json(label) if isinstance(label, str) else label
@@ -150,11 +166,11 @@ def read_row(label: object) -> dict[str, Any]:
     if isinstance(row, dict):
         params = row.get("responses_create_params")
         if isinstance(params, Mapping) and params.get("input") and isinstance(params.get("tools") or [], list):
-            return row
+            return GymRow(row, params["input"], params.get("tools") or [], params.get("tool_choice") or "auto")
     raise RolloutError(f"{ROW}, got {kind_of(label)}")
 
 
-def convert_tool(tool: object) -> dict[str, Any]:
+def convert_tool(tool: object) -> ChatTool:
     """Convert a tool from the flat format of the Responses API to the nested one of chat templates."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}: expected a function with a name")

@@ -42,7 +42,7 @@ class OpenAIAgentExecutor(ChatExecutor):
     arguments: list[str]  # names of the arguments that run_agent declares
 
     @abstractmethod
-    def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> Any:
+    def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> object:
         """Run the agent against the policy at base_url; return a reward or {reward, scores, extra_logs}."""
 
     def find_calls(self, text: str, number: int) -> tuple[str, list[ToolCall]]:

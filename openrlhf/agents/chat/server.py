@@ -8,7 +8,6 @@ needs the name of its episode in the URL and the key of that episode as a bearer
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from aiohttp import web
 
@@ -22,6 +21,7 @@ from openrlhf.agents.chat.wire import (
     read_request,
     read_tools,
 )
+from openrlhf.agents.sandbox.messages import Json
 from openrlhf.agents.transcript import tokenise
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.errors import DataError, OpenRLHFError, RolloutError
@@ -136,7 +136,7 @@ class ChatServer:
         return response
 
 
-async def read_json(request: web.Request) -> dict[str, Any]:
+async def read_json(request: web.Request) -> dict[str, Json]:
     """Return the body of a request; raise RolloutError if it is not a JSON object."""
     try:
         body = parse_json(await request.read())

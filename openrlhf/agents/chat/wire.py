@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
 from openrlhf.agents.executor import clip
 from openrlhf.agents.interface import CompletionOutput
@@ -21,7 +21,7 @@ from openrlhf.data.messages import Message, read_message
 from openrlhf.data.records import Place
 from openrlhf.errors import DataError, RolloutError
 
-Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
+Tools: TypeAlias = Sequence[Mapping[str, object]] | None
 MODEL = "policy"
 REQUEST = Place("the agent's request", 1)
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.messages import EpisodeInput, Json, RewardInput
 from openrlhf.errors import OpenRLHFError
 from openrlhf.types import Completion, Request, SamplingParams
 
-Generate: TypeAlias = Callable[[Request], Coroutine[Any, Any, Completion]]
+Generate: TypeAlias = Callable[[Request], Coroutine[object, None, Completion]]
 ErrorClass = TypeVar("ErrorClass", bound=OpenRLHFError)
 
 

@@ -66,7 +66,7 @@ class ReportingCoroutine(Coroutine[object, object, object]):
     def send(self, value: object) -> object:
         return self._resume(self.coroutine.send, value)
 
-    def throw(self, *error: Any) -> object:
+    def throw(self, *error: object) -> object:
         return self._resume(self.coroutine.throw, *error)
 
     def close(self) -> None:
