@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
+from openrlhf.api.keywords import Table
 from openrlhf.config.checks.paths import DATA_FLAGS
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.in_memory import held, object_name
-from openrlhf.config.parser import mapping_arguments
+from openrlhf.config.parser import as_word, mapping_arguments
 from openrlhf.errors import ConfigError, counted
 
 CODE_FLAGS = {"reward": "remote_rm_url", "agent": "agent_func_path"}  # keyword -> flag for a path or a URL
 
 
 @contextmanager
-def as_arguments(command: str, keywords: Mapping[str, Any]) -> Iterator[list[str]]:
+def as_arguments(command: str, keywords: Mapping[str, object]) -> Iterator[list[str]]:
     """Yield the command-line arguments for these keywords; objects stay available while the context is open."""
     flags = dict(keywords)
-    files = [f"--config={os.fspath(flags.pop('config'))}"] if flags.get("config") is not None else []
+    config = flags.pop("config", None)
+    files = [f"--config={as_word(config)}"] if config is not None else []
     with ExitStack() as stack:
         for name in DATA_FLAGS:
             if name in flags and not is_text(flags[name]):
@@ -51,21 +51,21 @@ def must_be_code(name: str, code: object, flag: str, *, given: object) -> None:
         )
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Return True if a value names something: text, a path, a list of them, or None for the default."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return bool(value) and all(map(is_text, value))
     return value is None or hasattr(value, "__fspath__") or isinstance(value, str)
 
 
-def describe_rows(flag: str, rows: Any) -> str:
+def describe_rows(flag: str, rows: object) -> str:
     """Describe a dataset in memory: its size, and a fingerprint that shows on resume whether the rows have changed."""
     if isinstance(rows, Mapping):  # a DatasetDict
         return " and ".join(f"{split}: {describe_rows(flag, table)}" for split, table in rows.items())
     if isinstance(rows, list):
         lines = (json.dumps(row, sort_keys=True, default=repr) for row in rows)
         fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=3).hexdigest()
-    elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):  # a Dataset; other iterables have no random access
+    elif isinstance(rows, Table):  # other iterables have no random access
         fingerprint = str(getattr(rows, "_fingerprint", ""))[:6]
     else:
         raise ConfigError(

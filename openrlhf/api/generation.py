@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any
 
 from openrlhf.api.arguments import as_arguments
 from openrlhf.api.start import prepare, run_and_restore
@@ -13,14 +12,14 @@ from openrlhf.errors import ConfigError
 
 def generate(
     model: str | PathLike[str],
-    prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+    prompts: Sequence[str | Sequence[Mapping[str, object]]],
     *,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     greedy_sampling: bool = False,
     best_of_n: int = 1,
     apply_chat_template: bool = False,
-    **flags: Any,
+    **flags: object,
 ) -> list[str]:
     """Return a model's answers to the prompts, in order; with `best_of_n`, the answers to a prompt are adjacent.
 
@@ -35,7 +34,7 @@ def generate(
         raise ConfigError("prompts= is a text: expected a list of prompts", try_this="prompts=[text]")
     if not prompts:
         return []
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         "pretrain": model,
         "dataset": [{"input": prompt} for prompt in prompts],
         "input_key": "input",

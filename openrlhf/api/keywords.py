@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from openrlhf.api.result import OnStep
 from openrlhf.config.commands import COMMANDS
@@ -26,13 +26,14 @@ Text: TypeAlias = str | PathLike[str]  # a TrainResult is a PathLike, too
 Row: TypeAlias = Mapping[str, object]
 
 
+@runtime_checkable
 class Table(Protocol):
     """A `datasets.Dataset`, or anything with random access to its rows."""
 
     @property
     def column_names(self) -> list[str]: ...
     def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[object]: ...
 
 
 # Paths or hub names, rows, a table, or a mapping from splits to tables.

@@ -8,8 +8,8 @@ resumes it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from openrlhf.api.arguments import as_arguments
 from openrlhf.api.keywords import (
@@ -22,13 +22,13 @@ from openrlhf.api.keywords import (
     SFTKeywords,
     takes_flags,
 )
-from openrlhf.api.result import StepCallback, TrainResult, read_history
+from openrlhf.api.result import OnStep, StepCallback, TrainResult, read_history
 from openrlhf.api.start import prepare, run_and_restore
 from openrlhf.config.commands import TrainingConfig
 
 
 @takes_flags("train_sft", SFTKeywords)
-def train_sft(**keywords: Any) -> TrainResult:
+def train_sft(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Fine-tune a model on prompts and responses.
 
     >>> rows = [{"question": "1+1", "answer": "2"}, {"question": "2+1", "answer": "3"}]
@@ -38,22 +38,22 @@ def train_sft(**keywords: Any) -> TrainResult:
     >>> result.model
     PosixPath('sft')
     """
-    return train("train_sft", keywords)
+    return train("train_sft", keywords, on_step)
 
 
 @takes_flags("train_rm", RMKeywords)
-def train_rm(**keywords: Any) -> TrainResult:
+def train_rm(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Train a reward model on pairs of responses.
 
     >>> pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
     >>> train_rm(pretrain="./model", dataset=pairs, prompt_key="prompt", save_path="./rm").steps
     1
     """
-    return train("train_rm", keywords)
+    return train("train_rm", keywords, on_step)
 
 
 @takes_flags("train_dpo", DPOKeywords)
-def train_dpo(**keywords: Any) -> TrainResult:
+def train_dpo(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Train a model on pairs of responses with DPO, IPO or cDPO.
 
     >>> pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
@@ -61,33 +61,33 @@ def train_dpo(**keywords: Any) -> TrainResult:
     >>> sorted(result.metrics)[:3]
     ['acc', 'acc_mean', 'chosen_reward']
     """
-    return train("train_dpo", keywords)
+    return train("train_dpo", keywords, on_step)
 
 
 @takes_flags("train_kto", KTOKeywords)
-def train_kto(**keywords: Any) -> TrainResult:
+def train_kto(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Train a model on single responses that are labelled as good or bad (KTO).
 
     >>> rows = [{"input": "1+1=", "output": "2", "label": 1}, {"input": "1+1=", "output": "3", "label": 0}]
     >>> train_kto(pretrain="./model", dataset=rows, output_key="output", save_path="./kto").steps
     1
     """
-    return train("train_kto", keywords)
+    return train("train_kto", keywords, on_step)
 
 
 @takes_flags("train_kd", KDKeywords)
-def train_kd(**keywords: Any) -> TrainResult:
+def train_kd(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Train a model to predict like a larger one (knowledge distillation).
 
     >>> rows = [{"input": "1+1=", "output": "2"}]
     >>> train_kd(pretrain="./model", teacher_model="./model", dataset=rows, save_path="./student").steps
     1
     """
-    return train("train_kd", keywords)
+    return train("train_kd", keywords, on_step)
 
 
 @takes_flags("train_prm", PRMKeywords)
-def train_prm(**keywords: Any) -> TrainResult:
+def train_prm(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Train a process reward model on texts with a label for each step.
 
     >>> rows = [{"input": "1+1=2#2+1=4#", "label": ["+", "-"]}]
@@ -96,11 +96,11 @@ def train_prm(**keywords: Any) -> TrainResult:
     ... ).steps
     1
     """
-    return train("train_prm", keywords)
+    return train("train_prm", keywords, on_step)
 
 
 @takes_flags("train_ppo", RLKeywords)
-def train_ppo(**keywords: Any) -> TrainResult:
+def train_ppo(*, on_step: OnStep | None = None, **keywords: object) -> TrainResult:
     """Train a policy with PPO, REINFORCE++, RLOO, GRPO or Dr. GRPO.
 
     `reward` is a function `(queries, prompts, labels)`, sync or async, that returns one reward per query; `agent` is a
@@ -122,12 +122,11 @@ def train_ppo(**keywords: Any) -> TrainResult:
     >>> len(result.curve("reward")[1])
     1
     """
-    return train("train_ppo", keywords)
+    return train("train_ppo", keywords, on_step)
 
 
-def train(command: str, keywords: dict[str, Any]) -> TrainResult:
-    """Run a training command with keywords."""
-    on_step = keywords.pop("on_step", None)
+def train(command: str, keywords: Mapping[str, object], on_step: OnStep | None) -> TrainResult:
+    """Run a training command with keywords; call `on_step` after each logged step and evaluation."""
     with as_arguments(command, keywords) as argv:
         config: TrainingConfig = prepare(command, argv)
         outcome = run_and_restore(command, config, [] if on_step is None else [StepCallback(on_step)])
