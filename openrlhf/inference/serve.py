@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import uvicorn
@@ -32,6 +32,9 @@ from openrlhf.inference.serve_app import build_app
 from openrlhf.inference.served_model import open_served_model
 from openrlhf.monitor import say
 from openrlhf.signals import write_line
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens do not fit in the cache
 LAST_SECONDS = 3  # extra time for the process to exit after --stop_timeout
@@ -60,7 +63,7 @@ class RewardModelServer(uvicorn.Server):
         self.max_connections = flags.max_connections
         self.request_timeout = flags.request_timeout
         self.stop_timeout = flags.stop_timeout
-        self.waiting: dict[Any, Wait] = {}  # connections that wait for their client, the longest first
+        self.waiting: dict[H11Protocol, Wait] = {}  # connections that wait for their client, the longest first
         self.stopped_by: int | None = None
 
     async def on_tick(self, counter: int) -> bool:
@@ -69,7 +72,7 @@ class RewardModelServer(uvicorn.Server):
         If there are too many connections, those that have waited longest are also closed. Uvicorn calls this every
         0.1 s.
         """
-        now, connections = time.monotonic(), cast("set[Any]", self.server_state.connections)
+        now, connections = time.monotonic(), cast("set[H11Protocol]", self.server_state.connections)
         waits = {one: Wait(one.cycle, now) for one in connections if waits_for_client(one)}
         # The wait starts again if the connection has begun another request since the last tick.
         old = {one: wait for one, wait in self.waiting.items() if one in waits and wait.cycle is waits[one].cycle}
@@ -80,7 +83,7 @@ class RewardModelServer(uvicorn.Server):
                 self.drop(connection)
         return await super().on_tick(counter)
 
-    def drop(self, connection: Any) -> None:
+    def drop(self, connection: H11Protocol) -> None:
         """Close a connection that waits for its client."""
         del self.waiting[connection]
         transport, cycle = connection.transport, connection.cycle
@@ -116,7 +119,7 @@ class Wait(NamedTuple):
     since: float
 
 
-def waits_for_client(connection: Any) -> bool:
+def waits_for_client(connection: H11Protocol) -> bool:
     """Return whether a connection waits for its client to send a request or to read a response."""
     cycle = connection.cycle
     return cycle is None or cycle.more_body or cycle.response_complete or connection.flow.write_paused

@@ -44,7 +44,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class State:
     best: float | None = None  # value of the best evaluation
     best_key: str | None = None  # name of that metric
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the state as JSON values, without the queue, which `record.write_queue` writes to its own file."""
         return {name: value for name, value in vars(self).items() if name != "queue"} | {"kl": asdict(self.kl)}
 

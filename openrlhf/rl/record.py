@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import counted
@@ -24,6 +24,13 @@ from openrlhf.types import Prompt, Trajectory
 
 DEFAULTS = RolloutFlags()
 MOST_LOGGED, MOST_CHARACTERS = 8, 4000  # samples per step, and characters of a text, in dashboards
+
+
+class About(TypedDict, total=False):
+    """Content of `.about.json`."""
+
+    share: float  # of the groups that are recorded
+    stopped_before_step: int  # first step for which there was no room
 
 
 class Recorder:
@@ -94,7 +101,7 @@ class Recorder:
             return
         text = "".join(lines)
         if self.used + len(text) > self.limit * GIB:  # JSON is ASCII
-            about = {"share": self.share, "stopped_before_step": step}
+            about: About = {"share": self.share, "stopped_before_step": step}
             if self._try_to_write(ABOUT_FILE, json.dumps(about)):
                 self._stop(f"{self.folder} has reached --rollout_record_gib {self.limit:g} at step {step}")
         elif self._try_to_write(STEP_FILE.format(step), text):
@@ -142,7 +149,7 @@ class Replay:
 def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
     """Describe what is missing from a record; empty if nothing is missing."""
     try:
-        about: dict[str, Any] = json.loads((folder / ABOUT_FILE).read_bytes())
+        about: About = json.loads((folder / ABOUT_FILE).read_bytes())
     except (OSError, ValueError):  # older versions recorded everything and did not write this file
         about = {}
     steps = {int(file.stem.removeprefix("step_")) for file in files}

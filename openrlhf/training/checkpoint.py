@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -323,7 +323,7 @@ def run_of(folder: Path) -> str | None:
         return None
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> None:
+def write_state(folder: Path, state: Mapping[str, object]) -> None:
     """Write the JSON part of a checkpoint; its presence marks the checkpoint as complete."""
     (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from openrlhf.errors import ConfigError, counted
 from openrlhf.monitor import METRICS_FILE, LoggedSample, say
 
 
-def table_of(step: int, samples: Sequence[LoggedSample]) -> tuple[list[Any], list[Any]]:
+def table_of(step: int, samples: Sequence[LoggedSample]) -> tuple[list[str], list[list[object]]]:
     """Return the columns and rows of a table of samples."""
     columns = [field.name for field in fields(LoggedSample)]
     return ["step", *columns], [[step, *(getattr(sample, name) for name in columns)] for sample in samples]
@@ -78,7 +77,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder))
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -102,7 +101,7 @@ class Wandb:
         try:
             if key.lower() != "true" and os.environ.get("WANDB_MODE", "online") == "online":
                 wandb.login(key=key)
-            self.run: Any = wandb.init(
+            self.run = wandb.init(
                 entity=org, project=project, group=group, name=name, config=config, reinit="finish_previous"
             )
         except wandb.Error as error:
@@ -123,7 +122,7 @@ class Wandb:
 
         columns, rows = table_of(step, samples)
         with dashboard_failures():
-            table = wandb.Table(columns=columns, data=rows)
+            table = wandb.Table(columns=[*columns], data=[*rows])  # copies: lists are invariant
             self.run.log({"train/global_step": step, "train/samples": table})
 
     def close(self) -> None:
@@ -142,7 +141,7 @@ class Trackio:
             import trackio
 
             measured = {"auto_log_gpu": False, "auto_log_cpu": False}  # only the run's own metrics
-            self.run: Any = trackio.init(project, name=name, config=config, embed=False, **measured)
+            self.run = trackio.init(project, name=name, config=config, embed=False, **measured)
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         with dashboard_failures():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from openrlhf.config.commands import PRMConfig, TrainingConfig
 from openrlhf.config.flags import flag_values
@@ -63,7 +62,7 @@ class PromptFormat:
             return None
         return cls(**saved)
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """Return the fields that differ from plain text, for the metadata of a model card."""
         return {name: value for name, value in asdict(self).items() if value}
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.view.runs import RunFolder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
 
 TOKENIZER_FILE = "tokenizer.json"
 FLAGS = ("save_path", "pretrain")  # that name a folder or a hub name with the run's tokenizer; the first is preferred
@@ -36,14 +40,14 @@ class TokenTexts:
         return [_next_text(stream, self.tokenizer, token) for token in ids]
 
 
-def _next_text(stream: Any, tokenizer: Any, token: int) -> str:
+def _next_text(stream: DecodeStream, tokenizer: Tokenizer, token: int) -> str:
     try:
         return stream.step(tokenizer, token) or ""
     except Exception:  # noqa: BLE001  the Rust library raises plain Exceptions, as for bytes that never become text
         return tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _load(run: RunFolder) -> Any:
+def _load(run: RunFolder) -> Tokenizer | None:
     for path in _tokenizer_files(run):
         if path.is_file():
             from tokenizers import Tokenizer

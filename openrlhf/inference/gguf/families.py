@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ class Family:
     norm_offset: float = 0.0  # added to the weights of norms; Gemma's own forward adds it instead
     capped: bool = False  # logits and attention scores pass through a tanh
     sliding: bool = False  # the architecture alternates sliding and full attention
+
+
+class Rope(TypedDict, total=False):
+    """The parameters of rotary embeddings in config.json that are read here."""
+
+    rope_type: str
+    rope_theta: float
+    factor: float
+    low_freq_factor: float  # this and the next one: Llama 3
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 FAMILIES = {
@@ -63,9 +74,9 @@ def family_of(config: PretrainedConfig) -> Family:
     return family
 
 
-def rope_of(config: PretrainedConfig) -> dict[str, Any]:
+def rope_of(config: PretrainedConfig) -> Rope:
     """Return the parameters of rotary embeddings; those of full attention if layers differ."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("full_attention", parameters)
 
 
@@ -96,7 +107,7 @@ def add_hyperparameters(writer: GGUFWriter, config: PretrainedConfig, family: Fa
         writer.add_sliding_window(config.sliding_window)
 
 
-def add_rope_scaling(writer: GGUFWriter, rope: dict[str, Any]) -> None:
+def add_rope_scaling(writer: GGUFWriter, rope: Rope) -> None:
     """Write the scaling of rotary embeddings. Llama 3's is a tensor of factors instead (`rope_factors`)."""
     from gguf import RopeScalingType
 

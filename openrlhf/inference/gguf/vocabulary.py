@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +32,33 @@ SPLITS = {
     rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{REST}": "llama-bpe",
     rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{REST}": "qwen2",
 }
+
+
+class AddedToken(TypedDict):
+    """An entry of `added_tokens` in tokenizer.json."""
+
+    id: int
+    content: str
+    special: bool
+
+
+class BPEModel(TypedDict):
+    """`model` in tokenizer.json; other types than BPE have other keys."""
+
+    type: str
+    vocab: Mapping[str, int]
+    merges: Sequence[Sequence[str]]
+    byte_fallback: NotRequired[bool]
+    unk_token: NotRequired[str | None]
+
+
+class TokenizerFile(TypedDict):
+    """The parts of tokenizer.json that are read here."""
+
+    model: BPEModel
+    added_tokens: Sequence[AddedToken]
+    normalizer: Mapping[str, Any] | None  # the keys of a step depend on its type
+    pre_tokenizer: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -63,14 +90,14 @@ class Vocabulary:
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     """Describe a tokenizer for a model with `size` embeddings; raise if llama.cpp would tokenise differently."""
     backend: Any = tokenizer  # fast tokenizers have `backend_tokenizer`
-    parts: dict[str, Any] = json.loads(backend.backend_tokenizer.to_str())
+    parts: TokenizerFile = json.loads(backend.backend_tokenizer.to_str())
     model = parts["model"]
     if model["type"] != "BPE":
         raise ConfigError(
             f"--gguf cannot write a tokenizer of the type {model['type']}: expected BPE", try_this=CONVERTER
         )
     tokens, types = tokens_and_types(parts, size)
-    merges: list[tuple[str, str]] = [tuple(pair) for pair in model["merges"]]
+    merges = [(left, right) for left, right in model["merges"]]
     if model.get("byte_fallback"):
         scores = merge_scores(tokens, merges)
         return Vocabulary("llama", "default", tokens, types, scores=scores, space_prefix=has_space_prefix(parts))
@@ -79,13 +106,13 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary
     )
 
 
-def tokens_and_types(parts: Mapping[str, Any], size: int) -> tuple[list[str], list[TokenType]]:
+def tokens_and_types(parts: TokenizerFile, size: int) -> tuple[list[str], list[TokenType]]:
     """Return all tokens by id; ids without a token, which pad the embeddings, are marked as unused."""
     from gguf import TokenType
 
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [TokenType.UNUSED] * size
-    plain: dict[str, int] = parts["model"]["vocab"]
+    plain = parts["model"]["vocab"]
     largest = max([*plain.values(), *(added["id"] for added in parts["added_tokens"])])
     if largest >= size:
         raise ConfigError(f"the tokenizer has a token with the id {largest}, but the model has {size} embeddings")
@@ -130,7 +157,7 @@ def merge_scores(tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> li
     return [-float(rank.get(token, len(merges))) for token in tokens]
 
 
-def has_space_prefix(parts: Mapping[str, Any]) -> bool:
+def has_space_prefix(parts: TokenizerFile) -> bool:
     """Return whether a SentencePiece tokenizer puts a space before the text."""
     steps = parts["pre_tokenizer"] or {}
     if steps.get("type") == "Metaspace":
