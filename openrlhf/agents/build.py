@@ -51,18 +51,7 @@ def build_executor(
     if is_in_memory(rewards.agent_func_path or rewards.remote_rm_url):
         processes = 1  # calls of an object share one thread, where async ones overlap; in several, it would need locks
     if not rewards.agent_func_path:
-        source: FileRewards | ServerRewards | None = None
-        function = object_of(rewards.remote_rm_url, "remote_rm_url")
-        if rewards.reward_file or function is not None:
-            limits = PoolLimits(rewards.reward_timeout, processes, calls_per_process=1 if function is None else None)
-            pool = Pool(WorkerSpec(file_of(rewards.reward_file, function), "reward", code=function), limits)
-            pool.start()
-            source = FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
-        elif rewards.reward_servers:
-            key = rewards.reward_api_key or None
-            source = ServerRewards(
-                [RewardServer(url, rewards.reward_timeout, api_key=key) for url in rewards.reward_servers]
-            )
+        source = reward_source(rewards, processes)
         return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
 
     # Workers load the tokenizer from a temporary folder, which the pool deletes. AutoTokenizer takes seconds to
@@ -88,6 +77,20 @@ def build_executor(
     pool = Pool(spec, limits, owns=folder)
     pool.start()
     return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
+
+
+def reward_source(rewards: RewardFlags, processes: int) -> FileRewards | ServerRewards | None:
+    """Return the reward function or the reward servers; None if only reward models score samples."""
+    function = object_of(rewards.remote_rm_url, "remote_rm_url")
+    if rewards.reward_file or function is not None:
+        limits = PoolLimits(rewards.reward_timeout, processes, calls_per_process=1 if function is None else None)
+        pool = Pool(WorkerSpec(file_of(rewards.reward_file, function), "reward", code=function), limits)
+        pool.start()
+        return FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
+    if rewards.reward_servers:
+        key = rewards.reward_api_key or None
+        return ServerRewards([RewardServer(url, rewards.reward_timeout, api_key=key) for url in rewards.reward_servers])
+    return None
 
 
 def object_of(name: str | None, flag: str) -> object | None:

@@ -65,7 +65,7 @@ from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
-AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `rl/train.py` saves checkpoints in it
+AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `checkpoints.Saver` in a run
 NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
 PROGRESS_NAMES = {  # metrics in the progress bar, with their short names
     "reward": "reward",

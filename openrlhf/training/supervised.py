@@ -82,16 +82,7 @@ def train(
     sinks: Sequence[Sink],
 ) -> Result:
     """Build the models, run the loop from its start or from a checkpoint, and save the result."""
-    order = Order(
-        num_rows=len(data.train),
-        batch_size=config.batches.train_batch_size,
-        epochs=config.batches.max_epochs,
-        seed=config.batches.seed,
-        max_steps=config.batches.max_steps,
-    )
-    if len(data.train) < order.batch_size:
-        few = f"only {counted(len(data.train), 'row')} for --train_batch_size {order.batch_size}"
-        say(f"{few}: each step trains on all the data")
+    order = make_order(config, len(data.train))
     scheduled = make_schedule(config, order.total_steps)
     with end_at_first_signal():  # processes may wait in C++ for one that died, and nothing can be lost yet
         resume_from = find_checkpoint(config, lambda step: agree(step, device))
@@ -143,6 +134,21 @@ def train(
     saving.must_be_in_place()
     say(f"saved {folder}")
     return Result(folder, fit.last_step, last, fit.last_evaluation)
+
+
+def make_order(config: SupervisedConfig, num_rows: int) -> Order:
+    """Return the order of the training rows; print a line if they do not fill a batch."""
+    order = Order(
+        num_rows=num_rows,
+        batch_size=config.batches.train_batch_size,
+        epochs=config.batches.max_epochs,
+        seed=config.batches.seed,
+        max_steps=config.batches.max_steps,
+    )
+    if num_rows < order.batch_size:
+        few = f"only {counted(num_rows, 'row')} for --train_batch_size {order.batch_size}"
+        say(f"{few}: each step trains on all the data")
+    return order
 
 
 def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int], float]:
