@@ -32,8 +32,8 @@ from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.models.load import DTYPES, load_causal_lm, load_scalar_model, load_tokenizer, read_config
 from openrlhf.models.merge import CPU, FULL, TASKS, merge_adapter
 from openrlhf.monitor import say
+from openrlhf.training.atomic_folder import exporting, remove_leftovers
 from openrlhf.training.card_example import Kind
-from openrlhf.training.checkpoint import exporting, remove_leftovers
 from openrlhf.training.disk_space import show
 from openrlhf.training.folder_lock import hold_folder
 from openrlhf.training.hub import check_login, push_folder

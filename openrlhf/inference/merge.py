@@ -14,7 +14,7 @@ from openrlhf.models.forward import Network
 from openrlhf.models.load import DTYPES
 from openrlhf.models.merge import merge_adapter
 from openrlhf.monitor import say
-from openrlhf.training.checkpoint import exporting, remove_leftovers
+from openrlhf.training.atomic_folder import exporting, remove_leftovers
 from openrlhf.training.folder_lock import hold_folder
 from openrlhf.training.model_card import write_card
 from openrlhf.training.processes import choose_device

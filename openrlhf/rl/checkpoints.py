@@ -23,7 +23,7 @@ from openrlhf.rl.controller import Controller, State
 from openrlhf.rl.record import read_queue, write_queue
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import StopRequest
-from openrlhf.training import checkpoint
+from openrlhf.training import atomic_folder, checkpoint
 from openrlhf.training.card_example import Kind
 from openrlhf.training.disk_space import has_room, skip_if_disk_fails
 from openrlhf.training.final_save import FinalSave, model_bytes
@@ -69,7 +69,7 @@ class Saver:
             if flags.save_hf_ckpt:
                 model = folder.with_name(f"{folder.name}_hf")
                 card = partial(training_card, self.config, outcome_of(controller, self.num_prompts), folder=model)
-                with skip_if_disk_fails(f"the model folder of step {version}"), checkpoint.exporting(model) as aside:
+                with skip_if_disk_fails(f"the model folder of step {version}"), atomic_folder.exporting(model) as aside:
                     await fill_model_folder(self.workers.export, self.tokenizer, card, aside)
             checkpoint.rotate(root, step=version, run=self.run_id, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
             if self.stop.requested:
@@ -87,7 +87,7 @@ class Saver:
         if not has_room(folder.parent, needed, what):
             return False
         with skip_if_disk_fails(what):
-            with checkpoint.writing(folder) as aside:
+            with atomic_folder.writing(folder) as aside:
                 await self.workers.save(aside)
                 save_rng(aside, 0)
                 write_queue(aside / QUEUE_FILE, state.queue)

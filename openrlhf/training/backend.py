@@ -27,7 +27,7 @@ from openrlhf.errors import BackendError
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
-from openrlhf.training.checkpoint import Ranks
+from openrlhf.training.atomic_folder import Ranks
 from openrlhf.training.host_memory import HostMemory, OffloadedWeights
 from openrlhf.types import Batch, RolloutBatch
 

@@ -1,30 +1,24 @@
-"""Checkpoint and export folders that appear complete or not at all.
-
-`writing` and `exporting` yield a hidden folder with a random name next to the target. The caller fills it, alone or
-together with other ranks. The folder is then flushed to disk and renamed or moved into place, so a crash never leaves a
-folder that looks complete but is not. `remove_leftovers` deletes the hidden folders of a crashed run. The supervised
-loop, the RL driver and `lora_combiner` write all models and checkpoints this way. Apart from DeepSpeed's shards, the
-files are safetensors and JSON, which contain no code.
+"""The checkpoints of a run: their names, which one to resume from, and which ones to delete.
 
 Under --ckpt_path, a run has one folder per step (global_step20), a file `latest` with the name of the newest, and with
---save_hf_ckpt a model folder next to each (global_step20_hf). The state.json of a checkpoint names its run, so that
-rotation and resuming never confuse two runs; its manifest.json lists sizes and checksums, which `newest` verifies.
+--save_hf_ckpt a model folder next to each (global_step20_hf). `atomic_folder.writing` makes each folder appear
+complete. The state.json of a checkpoint names its run, so that rotation and resuming never confuse two runs; its
+manifest.json lists sizes and checksums, which `newest` verifies. Apart from DeepSpeed's shards, the files are
+safetensors and JSON, which contain no code.
 """
 
 import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from openrlhf.errors import BackendError, DiskError, OpenRLHFError
+from openrlhf.errors import BackendError, DiskError
 from openrlhf.monitor import say
-from openrlhf.training.card_file import keep_readme
-from openrlhf.training.disk_space import GIB, bytes_of, disk_failure, flush, replace_file
-from openrlhf.training.manifest import MANIFEST, find_damage, make_private, write_manifest
+from openrlhf.training.disk_space import GIB, bytes_of, disk_failure, replace_file
+from openrlhf.training.manifest import MANIFEST, find_damage
 
 STATE = "state.json"
 LATEST = "latest"
@@ -33,24 +27,6 @@ MODEL = "model"  # finished model for which --save_path had no room
 PREFIX = "global_step"
 CHECKPOINT = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
 STEP = re.compile(rf"{CHECKPOINT.pattern}(_hf)?")
-# Hidden folders of this module; group 1 is the name of the target. Older versions used .old, and no random suffix.
-LEFTOVER = re.compile(r"\.(.*)\.(writing|exporting|replaced|deleting|old)(-[0-9a-f]+)?")
-MARKERS = ("config.json", "adapter_config.json")  # files by which Transformers and PEFT recognise a model
-COMPLETE, NO_SPACE, FAILED = range(3)  # outcomes that process 0 broadcasts
-
-
-class Ranks:
-    """The processes that write one folder together: by default only this one, otherwise those of a `TrainBackend`."""
-
-    process = 0
-    num_processes = 1
-
-    def barrier(self) -> None:
-        """Wait for the other processes, if there are any."""
-
-    def agree(self, number: int) -> int:
-        """Broadcast the number that process 0 passes, which must be below 2**53, and return it."""
-        return number
 
 
 def new_run_id() -> str:
@@ -59,149 +35,6 @@ def new_run_id() -> str:
 
 def step_folder(root: Path, step: int) -> Path:
     return root / f"{PREFIX}{step}"
-
-
-@contextmanager
-def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
-    """Yield an empty temporary folder to fill; afterwards it replaces `folder` as a whole.
-
-    All `ranks` (default: this process alone) open the context together. Process 0 creates and publishes the folder.
-    """
-    ranks = ranks or Ranks()
-    suffix = f"{ranks.agree(secrets.randbits(48)):012x}"
-    aside, replaced = (folder.with_name(f".{folder.name}.{kind}-{suffix}") for kind in ("writing", "replaced"))
-
-    def publish() -> None:
-        write_manifest(aside)
-        for path in [*aside.rglob("*"), aside]:
-            make_private(path)
-            flush(path)
-        # The older folder of the same name is deleted only after the new one is in place. After a crash between the
-        # two renames, `remove_leftovers` puts it back.
-        if folder.exists():
-            folder.rename(replaced)
-        aside.rename(folder)
-        flush(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-    _in_first(ranks, lambda: aside.mkdir(parents=True))
-    try:
-        yield aside
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        # Only a single process can continue after a DiskError; with several, other ranks may still wait for this one.
-        if ranks.num_processes == 1 and not isinstance(error, OpenRLHFError) and (reason := disk_failure(error)):
-            raise DiskError(reason) from error
-        raise
-    ranks.barrier()
-    try:
-        _in_first(ranks, publish)
-    finally:
-        if ranks.process == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # has no effect unless publishing failed
-
-
-@contextmanager
-def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
-    """Yield a temporary folder to fill with a model; its files then move into `folder`, whose other files are kept.
-
-    If process 0, which writes the files, lacks space or permission, all ranks raise DiskError together.
-    """
-    ranks = ranks or Ranks()
-    aside = begin_export(folder, ranks)
-    with finish_export(aside, folder, ranks):
-        yield aside
-
-
-def begin_export(folder: Path, ranks: Ranks) -> Path:
-    """Create the temporary folder of an export: next to the target, or inside it if it is a mount point."""
-    suffix = f"{ranks.agree(secrets.randbits(48)):012x}"
-    is_disk = folder.is_dir() and folder.stat().st_dev != folder.parent.stat().st_dev
-    aside = (folder if is_disk else folder.parent) / f".{folder.name}.exporting-{suffix}"  # `with_name` rejects "."
-    _in_first(ranks, lambda: aside.mkdir(parents=True))
-    return aside
-
-
-@contextmanager
-def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Let the caller fill `aside` with a model, then move its files into `folder`.
-
-    The old config.json is deleted first and the new one is moved last. A folder without it is not a model, so a
-    half-moved export is never mistaken for a complete one. An older export is deleted, because Transformers would
-    prefer its model.safetensors to the new shards and apply its adapter to the new weights. Exporting adapters does
-    not delete a full model, which may be their base.
-    """
-
-    def publish() -> None:
-        for path in [*aside.rglob("*"), aside]:
-            flush(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        keep_readme(folder, aside)
-        model = ("config.json", "model.safetensors.index.json", "model*.safetensors")
-        adapter = ("adapter_config.json", "adapter_model*.safetensors", "head_config.json")
-        is_model, is_adapter = ((aside / name).exists() for name in MARKERS)
-        replaced = (*model, *adapter) if is_model else adapter if is_adapter else ()
-        for path in [path for name in replaced for path in folder.glob(name)]:
-            path.unlink()
-        for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):
-            if (folder / path.name).is_dir():
-                shutil.rmtree(folder / path.name)
-            path.replace(folder / path.name)
-        aside.rmdir()
-        flush(folder)
-
-    try:
-        try:
-            yield
-        except Exception as error:
-            # Process 0 writes the files after all ranks have gathered the weights, so all ranks can raise DiskError
-            # together. After any other failure, ranks may still wait for each other: raise, and the launcher ends them.
-            if disk_failure(error):
-                _raise_together(ranks, error)
-            raise
-        _raise_together(ranks, None)
-        _in_first(ranks, publish)
-    finally:
-        if ranks.process == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _in_first(ranks: Ranks, work: Callable[[], object]) -> None:
-    """Run `work`, which changes files, in process 0 while the others wait; if it fails, raise in all of them."""
-    error: Exception | None = None
-    if ranks.process == 0:
-        try:
-            work()
-        except OSError as caught:
-            error = caught
-    _raise_together(ranks, error)
-
-
-def _raise_together(ranks: Ranks, error: Exception | None) -> None:
-    """Raise in all processes if process 0 has an error: DiskError if it could not write its files."""
-    reason = None if error is None else disk_failure(error)
-    outcome = ranks.agree(COMPLETE if error is None else NO_SPACE if reason else FAILED)
-    if outcome == NO_SPACE:
-        raise DiskError(reason or "process 0 could not write its files") from error
-    if outcome == FAILED:
-        raise error or BackendError("process 0 could not write its files: see its own error")
-
-
-def remove_leftovers(parent: Path, is_ours: Callable[[str], object]) -> None:
-    """Clean up the hidden folders that a killed run left in `parent`; call it while holding the lock.
-
-    Hidden folders of targets that `is_ours` accepts are deleted, or renamed back if their target was being replaced.
-    """
-    for path in list(parent.glob(".*")):
-        match = LEFTOVER.fullmatch(path.name)
-        if not match or not is_ours(match[1]):
-            continue
-        if match[2] == "replaced" and not (parent / match[1]).exists():
-            path.rename(parent / match[1])
-        elif path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
 
 
 def is_checkpoint_name(name: str) -> bool:

@@ -18,7 +18,7 @@ from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.errors import DiskError
 from openrlhf.monitor import say
-from openrlhf.training.checkpoint import MARKERS, Ranks, begin_export, finish_export
+from openrlhf.training.atomic_folder import MARKERS, Ranks, begin_export, finish_export
 from openrlhf.training.disk_space import bytes_free, show
 
 PAUSE, RETRIES = 10.0, 60  # seconds between attempts when no disk has room; number of attempts

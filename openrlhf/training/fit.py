@@ -25,7 +25,7 @@ from openrlhf.config.sections.training import BatchFlags, CheckpointFlags, LogFl
 from openrlhf.errors import BackendError
 from openrlhf.monitor import Monitor, Progress
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
-from openrlhf.training import checkpoint
+from openrlhf.training import atomic_folder, checkpoint
 from openrlhf.training.backend import StepLosses, TrainBackend, values_of
 from openrlhf.training.disk_space import has_room, skip_if_disk_fails
 from openrlhf.training.health import SupervisedHealth
@@ -186,7 +186,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         what, ranks = f"the checkpoint of step {step}", self.backend
         if not flags.disable_ds_ckpt and self._has_room(root, what):
             with skip_if_disk_fails(what):
-                with checkpoint.writing(folder, ranks) as aside:
+                with atomic_folder.writing(folder, ranks) as aside:
                     ranks.save(aside)
                     save_rng(aside, ranks.process)
                     if ranks.process == 0:

@@ -23,7 +23,7 @@ from openrlhf.config.urls import mask_urls
 from openrlhf.errors import ConfigError, DiskError
 from openrlhf.models.hub_commits import hub_commits
 from openrlhf.monitor import Monitor, Sink, is_main_process, say
-from openrlhf.training import checkpoint
+from openrlhf.training import atomic_folder, checkpoint
 from openrlhf.training.disk_space import disk_failure, replace_file
 from openrlhf.training.earlier_run import CONFIG_FILE, has_record, set_earlier_run_aside
 from openrlhf.training.final_save import warn_if_too_full
@@ -53,10 +53,10 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
         return
     save_path, ckpt_path = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path)
     with hold_folders({"--save_path": save_path, "--ckpt_path": ckpt_path, "--run_dir": run_folder(config)}):
-        checkpoint.remove_leftovers(ckpt_path, checkpoint.is_checkpoint_name)
+        atomic_folder.remove_leftovers(ckpt_path, checkpoint.is_checkpoint_name)
         exports = (save_path.name, f"{save_path.name}_critic")
         for folder in (save_path.parent, save_path):
-            checkpoint.remove_leftovers(folder, lambda name: name in exports)
+            atomic_folder.remove_leftovers(folder, lambda name: name in exports)
         warn_if_too_full(config)
         yield
 

@@ -23,7 +23,7 @@ from openrlhf.errors import counted
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
 from openrlhf.signals import end_at_first_signal
-from openrlhf.training import checkpoint
+from openrlhf.training import atomic_folder, checkpoint
 from openrlhf.training.build import Built, build
 from openrlhf.training.final_save import FinalSave
 from openrlhf.training.fit import Fit, Interrupted
@@ -166,7 +166,7 @@ def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int],
 
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path, card: MakeCard) -> None:
     """Export the model, its tokenizer and its card; all processes call it together."""
-    with checkpoint.exporting(folder, built.backend) as aside:
+    with atomic_folder.exporting(folder, built.backend) as aside:
         fill_model_folder(built, tokenizer, aside, card)
 
 

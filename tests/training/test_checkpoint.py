@@ -1,74 +1,41 @@
-"""Checkpoints and exported models appear complete or not at all; rotation deletes old ones."""
+"""A checkpoint appears complete or not at all, the newest intact one is resumed from, and rotation deletes old ones."""
 
-import errno
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
-from openrlhf.errors import BackendError, DiskError
+from openrlhf.errors import BackendError
+from openrlhf.training.atomic_folder import exporting, remove_leftovers, writing
 from openrlhf.training.checkpoint import (
     GIB,
-    Ranks,
-    exporting,
     is_checkpoint_name,
     newest,
     point_latest,
     read_state,
-    remove_leftovers,
     rotate,
     step_folder,
     write_state,
-    writing,
 )
 from tests.commands import ROOT
 
 RUN = "this run"
 
 
-class OneProcess(Ranks):
-    """A single process; counts its barriers."""
-
-    waits = 0
-
-    def barrier(self):
-        self.waits += 1
-
-
-class SecondRank(OneProcess):
-    """Process 1 of two; process 0 tells it numbers, and always that everything went well."""
-
-    process = 1
-    num_processes = 2
-
-    def agree(self, number):
-        return 0
-
-
-def write_together(ranks, folder, fill):
-    with writing(folder, ranks) as aside:
-        fill(aside)
-
-
-def export_together(ranks, folder, fill):
-    with exporting(folder, ranks) as aside:
-        fill(aside)
-
-
 def save(root, step, *, run=RUN, content="x", hf=False):
     """Write a finished checkpoint of a step."""
     folder = step_folder(root, step)
-    write_together(OneProcess(), folder, lambda temporary: write_files(temporary, step, content, run))
+    with writing(folder) as temporary:
+        write_files(temporary, step, content, run)
     point_latest(root, step)
     if hf:
-        export_together(
-            OneProcess(), folder.with_name(f"{folder.name}_hf"), lambda temporary: write_model(temporary, content)
-        )
+        with exporting(folder.with_name(f"{folder.name}_hf")) as temporary:
+            (temporary / "config.json").write_text("{}")
+            (temporary / "model.safetensors").write_text(content)
     return folder
 
 
@@ -79,11 +46,6 @@ def write_files(temporary, step, content="x", run=RUN):
 
 def rotate_after(root, step, *, keep=9, max_gib=float("inf")):
     rotate(root, step=step, run=RUN, keep=keep, max_gib=max_gib)
-
-
-def write_model(temporary, content="x"):
-    (temporary / "config.json").write_text("{}")
-    (temporary / "model.safetensors").write_text(content)
 
 
 def list_names(root):
@@ -101,13 +63,14 @@ def test_a_checkpoint_appears_complete_or_not_at_all(tmp_path):
 def test_a_crash_while_writing_keeps_the_older_checkpoint(tmp_path):
     older = save(tmp_path, 3)
 
-    def crash(temporary):
-        write_files(temporary, 6)
-        raise KeyboardInterrupt
+    def write_and_crash():
+        with writing(step_folder(tmp_path, 6)) as temporary:
+            write_files(temporary, 6)
+            raise KeyboardInterrupt
 
     for _ in range(2):  # the second attempt finds the remains of the first
         with pytest.raises(KeyboardInterrupt):
-            write_together(OneProcess(), step_folder(tmp_path, 6), crash)
+            write_and_crash()
         assert not step_folder(tmp_path, 6).exists()
         assert newest(tmp_path) == older
     assert newest(tmp_path) == older
@@ -120,15 +83,6 @@ def test_writing_a_step_again_replaces_it(tmp_path):
     folder = save(tmp_path, 3, content="new")
     assert (folder / "weights").read_text() == "new"
     assert list_names(tmp_path) == ["global_step3", "latest"]
-
-
-def test_only_the_first_rank_makes_and_moves_the_folder(tmp_path):
-    second = SecondRank()
-    filled = []
-    write_together(second, step_folder(tmp_path, 1), filled.append)
-    assert filled == [tmp_path / ".global_step1.writing-000000000000"]  # process 0 chose the number
-    assert list(tmp_path.iterdir()) == []
-    assert second.waits == 1
 
 
 def test_two_writers_never_share_a_temporary_folder(tmp_path):
@@ -235,100 +189,6 @@ def test_rotation_keeps_other_files(tmp_path):
     assert list_names(tmp_path) == ["global_step2", "global_step_best", "latest", "notes.txt"]
 
 
-def test_an_export_keeps_other_files_of_the_folder(tmp_path):
-    folder = tmp_path / "out"
-    (folder / "runs").mkdir(parents=True)
-    (folder / "runs" / "metrics.jsonl").write_text("{}")
-    export_together(OneProcess(), folder, write_model)
-    assert list_names(folder) == ["config.json", "model.safetensors", "runs"]
-    assert (folder / "runs" / "metrics.jsonl").read_text() == "{}"
-    assert list_names(tmp_path) == ["out"]
-
-
-def test_an_export_reaches_a_folder_on_another_disk(tmp_path):
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
-        (tmp_path / "out").symlink_to(disk)
-        export_together(OneProcess(), tmp_path / "out", lambda aside: (aside / "config.json").write_text("{}"))
-        assert os.listdir(disk) == ["config.json"]
-    assert os.listdir(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("marker", ["config.json", "adapter_config.json"])
-def test_a_partially_written_model_is_not_complete(tmp_path, marker):
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (folder / "templates").write_text("a file where the export has a folder")
-
-    def write_all(temporary):
-        (temporary / "templates").mkdir()
-        for name in (marker, "a.json", "z.json"):
-            (temporary / name).write_text("{}")
-
-    with pytest.raises(NotADirectoryError):
-        export_together(OneProcess(), folder, write_all)
-    assert not (folder / marker).exists()
-
-
-def test_a_failed_export_does_not_leave_the_older_config(tmp_path):
-    folder = tmp_path / "out"
-    export_together(OneProcess(), folder, write_model)
-    (folder / "templates").write_text("a file where the export has a folder")
-
-    def write_all(temporary):
-        (temporary / "templates").mkdir()
-        write_model(temporary, "new")
-
-    with pytest.raises(NotADirectoryError):
-        export_together(OneProcess(), folder, write_all)
-    assert not (folder / "config.json").exists()
-
-
-def test_a_crash_while_exporting_keeps_the_older_model(tmp_path):
-    folder = tmp_path / "out"
-    export_together(OneProcess(), folder, write_model)
-
-    def crash(temporary):
-        write_model(temporary, "new")
-        raise RuntimeError("the disk is full")
-
-    with pytest.raises(RuntimeError, match="disk"):
-        export_together(OneProcess(), folder, crash)
-    assert (folder / "model.safetensors").read_text() == "x"
-    export_together(OneProcess(), folder, lambda temporary: write_model(temporary, "new"))
-    assert (folder / "model.safetensors").read_text() == "new"
-
-
-def test_new_shards_are_not_hidden_by_an_older_single_file(tmp_path):
-    folder = tmp_path / "out"
-    export_together(OneProcess(), folder, write_model)
-
-    def shards(temporary):
-        for name in ("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"):
-            (temporary / name).write_text("{}")
-
-    export_together(OneProcess(), folder, shards)
-    assert list_names(folder) == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
-
-
-def test_adapters_beside_a_model_keep_it_complete(tmp_path):
-    folder = tmp_path / "base"
-    export_together(OneProcess(), folder, write_model)
-    export_together(OneProcess(), folder, lambda temporary: (temporary / "adapter_config.json").write_text("{}"))
-    assert list_names(folder) == ["adapter_config.json", "config.json", "model.safetensors"]
-
-
-def test_exported_folders_replace_older_ones(tmp_path):
-    def templates(temporary):
-        (temporary / "additional_chat_templates").mkdir()
-        (temporary / "additional_chat_templates" / "tool.jinja").write_text("new")
-
-    folder = tmp_path / "out"
-    (folder / "additional_chat_templates").mkdir(parents=True)
-    (folder / "additional_chat_templates" / "old.jinja").write_text("old")
-    export_together(OneProcess(), folder, templates)
-    assert list_names(folder / "additional_chat_templates") == ["tool.jinja"]
-
-
 def test_a_text_file_appears_complete_or_not_at_all(tmp_path):
     point_latest(tmp_path, 1)
     point_latest(tmp_path, 2)
@@ -413,21 +273,11 @@ def test_other_users_cannot_write_a_checkpoint(tmp_path):
     assert [path for path in (folder, *folder.iterdir()) if path.stat().st_mode & 0o022] == []
 
 
-@pytest.mark.parametrize("write", [write_together, export_together])
-def test_a_full_disk_is_one_error_and_leaves_nothing(write, tmp_path):
-    def fill(temporary):
-        write_files(temporary, 1)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary / "weights"))
-
-    with pytest.raises(DiskError, match="No space left on device"):
-        write(OneProcess(), step_folder(tmp_path, 1), fill)
-    assert list_names(tmp_path) == []
-
-
 KILLED_WRITER = """
 import os, signal, sys
 from pathlib import Path
-from openrlhf.training.checkpoint import point_latest, rotate, step_folder, write_state, writing
+from openrlhf.training.atomic_folder import writing
+from openrlhf.training.checkpoint import point_latest, rotate, step_folder, write_state
 
 root, last, count = Path(sys.argv[1]), int(sys.argv[2]), 0
 CHANGES = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.chmod", "shutil.rmtree")

@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf.errors import DiskError
 from openrlhf.training import final_save
-from openrlhf.training.checkpoint import Ranks
+from openrlhf.training.atomic_folder import Ranks
 from openrlhf.training.final_save import FinalSave
 
 

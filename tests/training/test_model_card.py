@@ -14,7 +14,7 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values
 from openrlhf.config.parser import parse
 from openrlhf.inference.converted_card import gguf_card
-from openrlhf.training.checkpoint import exporting
+from openrlhf.training.atomic_folder import exporting
 from openrlhf.training.model_card import NOT_REPRODUCED, Outcome, read_card, reproduction, training_card, write_card
 from openrlhf.training.prompt_format import PromptFormat
 from tests.commands import as_argv, run_command

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf.training.checkpoint import write_state, writing
+from openrlhf.training.atomic_folder import writing
+from openrlhf.training.checkpoint import write_state
 from tests.commands import (
     DEADLINE,
     FAST,
