@@ -22,7 +22,8 @@ from sessions import WATCHDOG
 
 from openrlhf.agents.sandbox import program
 from openrlhf.agents.sandbox.control_group import ControlGroup, remove_abandoned
-from openrlhf.agents.sandbox.program import ForkServer, ProgramLimits, StartError, close_servers, run_program
+from openrlhf.agents.sandbox.program import ProgramLimits, close_servers, run_program
+from openrlhf.agents.sandbox.server_handle import ForkServer, StartError
 from openrlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +178,7 @@ def test_memory_bomb_of_many_processes(attack):
             os._exit(0)
     """
     result = attack(source, ProgramLimits(seconds=20, memory=256 << 20))
-    if program.ControlGroup.create() is None:  # documented: then the limit holds for each process
+    if ControlGroup.create() is None:  # documented: then the limit holds for each process
         assert result.limit == "seconds"
     else:
         assert result.limit == "memory"
@@ -504,7 +505,7 @@ def test_servers_end_with_their_owner(tmp_path):
     while alive(marker.encode()):
         assert time.monotonic() - started < WATCHDOG
         time.sleep(0.01)
-    group = program.ControlGroup.create()
+    group = ControlGroup.create()
     if group is not None:
         while list(group.pids.parent.glob(f"openrlhf-program-{owner.pid}-*")):
             remove_abandoned(group.pids.parent)  # as the next start does; killed processes take a moment to leave

@@ -1,6 +1,6 @@
 """Process that runs programs written by a model, each in a fork of its preloaded interpreter.
 
-`program.ForkServer` starts it with a clean environment and sends it one program at a time. It holds no secrets: a
+`server_handle.ForkServer` starts it with a clean environment and sends it one program at a time. It holds no secrets: a
 program that reads all its memory finds only the standard library. With `isolation` "namespaces" the processes are:
 
     server      own user, mount, network and UTS namespaces; root folder of read-only binds; never runs a program's code
@@ -9,8 +9,7 @@ program that reads all its memory finds only the standard library. With `isolati
 
 With "none" (inside bubblewrap, or at the user's request) the server kills the descendants of a program instead.
 
-A frame on the socket is a 4-byte big-endian length followed by JSON. A request may carry one descriptor, which becomes
-the program's descriptor 3.
+`program_frames.py` defines what the two sides send each other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import atexit
 import base64
 import gc
 import importlib
-import json
 import os
 import platform
 import resource
@@ -27,22 +25,27 @@ import selectors
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, NoReturn, TypedDict
+from typing import Literal, NoReturn
 
 from openrlhf.agents.sandbox import linux
 from openrlhf.agents.sandbox.descendants import adopt_orphans, kill_descendants
 from openrlhf.agents.sandbox.namespaces import enter_namespaces, make_root
+from openrlhf.agents.sandbox.program_frames import (
+    Program,
+    ProgramAnswer,
+    ProgramRequest,
+    ServerLimits,
+    read_frame,
+    write_frame,
+)
 
-HEADER = struct.Struct(">I")
 FILES_PER_MEBIBYTE = 64  # limits the inodes of a program's folder, which use kernel memory
 PRELOADED = (
     *(
@@ -61,69 +64,6 @@ PRELOADED = (
     *("fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "pathlib", "queue"),
     *("random", "re", "statistics", "string", "subprocess", "textwrap", "time", "typing", "unittest"),
 )
-
-
-class ServerLimits(TypedDict):
-    """`ProgramLimits` in the form that this process applies."""
-
-    seconds: float
-    output: int
-    disk: int
-    resources: dict[str, tuple[int, int]]  # soft and hard limits by their names in the resource module
-
-
-class Program(TypedDict):
-    """Python `source` or the command `argv`, with its files. The contents of files and `stdin` are in base64."""
-
-    source: str  # unused with `argv`
-    argv: list[str]
-    stdin: str
-    files: dict[str, str]
-
-
-class ProgramRequest(TypedDict):
-    """A program to run."""
-
-    program: Program
-    limits: ServerLimits
-
-
-class ProgramAnswer(TypedDict):
-    """How a program ended and what it wrote, or why it could not be started (`failed`, else empty)."""
-
-    failed: str
-    code: int
-    limit: Literal["seconds", "output"] | None
-    seconds: float
-    stdout: str
-    stderr: str
-
-
-def read_frame(connection: socket.socket) -> tuple[Any, list[int]] | None:
-    """Return the next frame and the descriptors that came with it; None at the end of the stream."""
-    head, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, 1)
-    while head and len(head) < HEADER.size:
-        head += connection.recv(HEADER.size - len(head))
-    if not head:
-        return None
-    (left,) = HEADER.unpack(head)
-    parts: list[bytes] = []
-    while left:
-        part = connection.recv(min(left, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return json.loads(b"".join(parts)), descriptors
-
-
-def write_frame(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
-    data = json.dumps(message).encode()
-    if descriptors:
-        socket.send_fds(connection, [HEADER.pack(len(data))], descriptors)
-        connection.sendall(data)
-    else:
-        connection.sendall(HEADER.pack(len(data)) + data)
 
 
 class ProgramServer:
