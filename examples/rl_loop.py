@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.utils.logging import set_verbosity_error
 
 from openrlhf.algo.shaping import group_norm
-from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout, pad
 from openrlhf.models.forward import Network

@@ -20,7 +20,7 @@ from openrlhf.algo.reduce import (
     sequence_means,
     to_tokens,
 )
-from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 
 PPO = PolicyLossFlags()  # the defaults: clip at 0.2, mean over tokens, no correction
 MAX_LOG_RATIO = 20.0  # keeps exp finite; far beyond any meaningful ratio

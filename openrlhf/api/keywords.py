@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, runtime_c
 from openrlhf.api.result import OnStep
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flags_of
-from openrlhf.config.sections import cluster, data, export, model, objectives, rl, training
+from openrlhf.config.sections import algorithm, cluster, data, export, model, objectives, rl, training
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 P = ParamSpec("P")
@@ -125,11 +125,11 @@ class RLKeywords(
     rl.RolloutFlags,
     rl.AsyncTrainingFlags,
     rl.RewardFlags,
-    rl.AdvantageFlags,
-    rl.KLControlFlags,
-    rl.PolicyLossFlags,
-    rl.CriticFlags,
-    rl.PolicyOptimizerFlags,
+    algorithm.AdvantageFlags,
+    algorithm.KLControlFlags,
+    algorithm.PolicyLossFlags,
+    algorithm.CriticFlags,
+    algorithm.PolicyOptimizerFlags,
     cluster.PlacementFlags,
     cluster.EngineFlags,
     training.BatchFlags,

@@ -8,7 +8,7 @@ config is frozen; use `flags.replace_flags` to make a changed copy.
 from dataclasses import dataclass
 
 from openrlhf.config.flags import section
-from openrlhf.config.sections import cluster, inference, objectives, rl, setup, training, view
+from openrlhf.config.sections import algorithm, cluster, inference, objectives, rl, setup, training, view
 
 # Configs have fields called `data`, `export` and `model`, so the sections of these modules are imported by name.
 from openrlhf.config.sections.data import (
@@ -174,15 +174,15 @@ class RLConfig(TrainingConfig):
     rollout: rl.RolloutFlags = section(rl.RolloutFlags)
     asynchrony: rl.AsyncTrainingFlags = section(rl.AsyncTrainingFlags)
     rewards: rl.RewardFlags = section(rl.RewardFlags)
-    advantage: rl.AdvantageFlags = section(rl.AdvantageFlags)
-    kl: rl.KLControlFlags = section(rl.KLControlFlags)
-    policy: rl.PolicyLossFlags = section(rl.PolicyLossFlags)
-    critic: rl.CriticFlags = section(rl.CriticFlags)
+    advantage: algorithm.AdvantageFlags = section(algorithm.AdvantageFlags)
+    kl: algorithm.KLControlFlags = section(algorithm.KLControlFlags)
+    policy: algorithm.PolicyLossFlags = section(algorithm.PolicyLossFlags)
+    critic: algorithm.CriticFlags = section(algorithm.CriticFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
     placement: cluster.PlacementFlags = section(cluster.PlacementFlags)
     engines: cluster.EngineFlags = section(cluster.EngineFlags)
     batches: training.BatchFlags = section(training.BatchFlags, micro_train_batch_size=4)
-    optimizer: rl.PolicyOptimizerFlags = section(rl.PolicyOptimizerFlags)
+    optimizer: algorithm.PolicyOptimizerFlags = section(algorithm.PolicyOptimizerFlags)
     checkpoints: training.CheckpointFlags = section(
         training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_ppo_ray", max_ckpt_mem=float("inf")
     )

@@ -12,8 +12,8 @@ from typing import Literal
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.cluster import ROLES, Role
-from openrlhf.config.sections.rl import PolicyLossFlags
 
 GPUS_PER_NODE_ON_RAY = 8  # default for --*_num_gpus_per_node on Ray
 

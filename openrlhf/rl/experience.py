@@ -21,7 +21,8 @@ from openrlhf.algo.kl import kl_penalty
 from openrlhf.algo.reduce import masked
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import old_log_probs_are_the_engines, scores_policy
-from openrlhf.config.sections.rl import Estimator, RewardFlags
+from openrlhf.config.sections.algorithm import Estimator
+from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.rl.workers import Workers, merge_steps
 from openrlhf.types import PolicyBatch, Trajectory

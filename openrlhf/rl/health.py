@@ -20,7 +20,7 @@ from statistics import fmean, median
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import uses_critic
-from openrlhf.config.sections.rl import GROUP_ESTIMATORS
+from openrlhf.config.sections.algorithm import GROUP_ESTIMATORS
 from openrlhf.training.health import NormWatch
 from openrlhf.training.run_directory import run_folder
 

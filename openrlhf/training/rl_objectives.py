@@ -15,7 +15,7 @@ from openrlhf.algo.kl import kl_loss
 from openrlhf.algo.policy_loss import entropy_loss, policy_loss
 from openrlhf.algo.reduce import Mean, Metrics, mean_of
 from openrlhf.algo.value_loss import value_loss
-from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Values
 from openrlhf.training.backend import Run, StepTotals, temperature_of
 from openrlhf.training.objectives import add_aux

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from openrlhf.algo.policy_loss import CORRECTIONS, POLICY_LOSSES, entropy_loss, policy_loss
 from openrlhf.algo.reduce import AGGREGATIONS, add_metrics, sequence_count
-from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 from tests.algo.cases import (
     Batch,
     assert_packed_equals_padded,

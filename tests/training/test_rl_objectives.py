@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network

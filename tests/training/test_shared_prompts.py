@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.objectives import DirectPreferenceFlags, PairwiseRewardFlags, UnpairedPreferenceFlags
-from openrlhf.config.sections.rl import PolicyLossFlags
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout, collate
 from openrlhf.models.attention import SEGMENTED

@@ -4,7 +4,8 @@ from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.runtime import is_asynchronous, policy_ranks, uses_correction
-from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
+from openrlhf.config.sections.algorithm import GROUP_ESTIMATORS
+from openrlhf.config.sections.rl import GENERATE_MAX_LEN
 from openrlhf.config.urls import mask_urls
 from openrlhf.errors import ConfigError, counted
 

@@ -7,7 +7,7 @@ checkpoints, which only DeepSpeed can read.
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, TrainingConfig
 from openrlhf.config.runtime import num_devices, used_roles
-from openrlhf.config.sections.rl import PolicyOptimizerFlags
+from openrlhf.config.sections.algorithm import PolicyOptimizerFlags
 from openrlhf.errors import ConfigError
 
 
