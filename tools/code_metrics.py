@@ -3,8 +3,8 @@
     python tools/code_metrics.py [FOLDER]     FOLDER defaults to openrlhf
 
 Lines of code are lines without blanks, comments and docstrings. A duplicate is a pair of files that share at
-least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders. The figures point
-at places worth reading; they are not targets in themselves.
+least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders; imports and the
+lines inside a string do not count. The figures point at places worth reading; they are not targets in themselves.
 """
 
 import ast
@@ -31,7 +31,7 @@ class Module:
 
     path: Path
     lines: int = 0
-    code: list[str] = field(default_factory=list)  # one entry per line of code, with placeholders
+    code: list[str] = field(default_factory=list)  # one entry per line of code, with placeholders; empty for imports
     prose: int = 0  # lines of docstrings and lines that carry a comment
     functions: list[int] = field(default_factory=list)  # lines of code of each
     classes: list[str] = field(default_factory=list)
@@ -48,10 +48,14 @@ def read(path: Path) -> Module:
         if token.type == tokenize.COMMENT:
             comments.add(token.start[0])
         elif token.type not in LAYOUT:
-            for line in range(token.start[0], token.end[0] + 1):
-                shapes[line].append(shape(token))
-    code = {line: " ".join(words) for line, words in sorted(shapes.items()) if line not in docstrings}
+            shapes[token.start[0]].append(shape(token))
+            for line in range(token.start[0] + 1, token.end[0] + 1):  # of a string
+                shapes[line].append("")
     nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            shapes |= {line: [""] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    code = {line: " ".join(words) for line, words in sorted(shapes.items()) if line not in docstrings}
     return Module(
         path,
         lines=source.count("\n"),
@@ -84,10 +88,10 @@ def shape(token: tokenize.TokenInfo) -> str:
 
 
 def duplicates(modules: Iterable[Module]) -> Iterator[tuple[Path, Path]]:
-    """Yield pairs of files that share a window of lines; import lines and lone brackets do not count."""
+    """Yield pairs of files that share a window of lines; imports, text and lone brackets do not count."""
     places: dict[tuple[str, ...], set[Path]] = defaultdict(set)
     for module in modules:
-        lines = [line for line in module.code if len(line) > 3 and not line.startswith(("import", "from"))]
+        lines = [line for line in module.code if len(line) > 3]
         for start in range(len(lines) - WINDOW + 1):
             places[tuple(lines[start : start + WINDOW])].add(module.path)
     pairs = {pair for paths in places.values() if len(paths) <= TOO_COMMON for pair in combinations(sorted(paths), 2)}

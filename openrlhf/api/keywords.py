@@ -56,12 +56,9 @@ class TrainingKeywords:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedKeywords(
-    TrainingKeywords,
+class TrainingFlags(
     model.ModelFlags,
     model.LoraFlags,
-    data.DatasetFlags,
-    training.SupervisedOptimizerFlags,
     training.BatchFlags,
     training.ShardingFlags,
     training.CheckpointFlags,
@@ -69,6 +66,11 @@ class SupervisedKeywords(
     training.RunFlags,
     export.HubFlags,
 ):
+    """Flags of every training command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedKeywords(TrainingKeywords, TrainingFlags, data.DatasetFlags, training.SupervisedOptimizerFlags):
     """Keywords of the functions that train on a dataset."""
 
     dataset: Data | None = None  # pyrefly: ignore[bad-override] - wider on purpose
@@ -117,8 +119,7 @@ class PRMKeywords(SupervisedKeywords, data.StepFlags):
 @dataclass(frozen=True, kw_only=True)
 class RLKeywords(
     TrainingKeywords,
-    model.ModelFlags,
-    model.LoraFlags,
+    TrainingFlags,
     model.ValueHeadFlags,
     rl.PromptFlags,
     data.TemplateFlags,
@@ -132,12 +133,6 @@ class RLKeywords(
     algorithm.PolicyOptimizerFlags,
     cluster.PlacementFlags,
     cluster.EngineFlags,
-    training.BatchFlags,
-    training.ShardingFlags,
-    training.CheckpointFlags,
-    training.LogFlags,
-    training.RunFlags,
-    export.HubFlags,
 ):
     """Keywords of train_ppo."""
 
