@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def write_task(folder: Path) -> list[tuple[str, str]]:
-    """Rows for each stage from one shuffled list of distinct items; the last ones are held out from all of them."""
+    """Return the rows of each stage, from one shuffled list of distinct items; the last ones are held out."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(0)
     items = {"".join(chance.choices("0123456789", k=DIGITS)) for _ in range(9000)}

@@ -1,8 +1,8 @@
-"""Progress and metrics of a run on the console, and the interface of the places that metrics go to.
+"""Progress and metrics of a run on the console, and the interface of metric sinks.
 
 `say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which shows the progress of the
 run and passes metrics to its sinks (`training.metric_sinks`). Evaluations and batch_inference use `Progress`
-themselves. Progress is a bar on a terminal, with lines above it, and a line now and then in a log file. Only the main
+themselves. Progress is a bar on a terminal, with lines above it, and an occasional line in a log file. Only the main
 process (rank 0) reports.
 """
 
@@ -130,7 +130,7 @@ class Progress(AbstractContextManager["Progress"]):
             self.bar.last_print_t += seconds
 
     def restart_clock(self) -> None:
-        """Exclude all the time until now, such as that of loading a model."""
+        """Exclude the time until now from the rate, such as the time to load a model."""
         self.leave_out(time.monotonic() - self.started)
 
     def close(self) -> None:

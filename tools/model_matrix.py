@@ -1,7 +1,7 @@
 """Try every causal-LM family of the installed Transformers on a tiny model, and write docs/models.md from the results.
 
-The columns are the tests of tests/models/test_architectures.py. A family that is wrong, or fails with anything but an
-error of ours, fails its test, and the page stays as it is. Arguments are passed on to pytest.
+The columns are the tests of tests/models/test_architectures.py. A family whose results are wrong, or that fails with an
+error other than ours, fails its test, and the page stays as it is. Arguments are passed on to pytest.
 """
 
 import re

@@ -13,7 +13,7 @@ in one shell that stops at the first failure, in a new folder with `examples/` i
 
 - `openrlhf`, run by this interpreter from this checkout;
 - PORT, a free port, for pages that start a server on `${PORT:-5000}`;
-- an own datasets cache, no hub, and settings for Ray and vLLM on a CPU.
+- its own datasets cache, no hub, and settings for Ray and vLLM on a CPU.
 """
 
 import argparse

@@ -64,7 +64,7 @@ def report(one: Rows, best: Rows, name_of_best: str, check: Check | None) -> Non
     for name, rows in groups.items():
         print(f"reward of {name}: {fmean(row['reward'] for row in rows):.3f}")
     for name, rows in groups.items() if check else ():
-        print(f"true worth of {name}: {fmean(check(rows)):.3f}")
+        print(f"true reward of {name}: {fmean(check(rows)):.3f}")
 
 
 def open_check(args: argparse.Namespace) -> Check:

@@ -1,6 +1,6 @@
 """The share of tests that the response's Python code passes, each test in a sandbox of its own.
 
-The label is a list of tests, or a text with one test a line: `assert add(1, 2) == 3`. Each runs against the last
+The label is a list of tests, or a text with one test per line: `assert add(1, 2) == 3`. Each runs against the last
 ```python block of the response, which sees neither the test nor the expected value: it only receives the arguments of
 its functions and returns results (openrlhf/agents/sandbox/grading.py). On a machine that cannot isolate programs, the
 run ends with a line that says what to do (docs/agents.md).
@@ -44,7 +44,7 @@ def code_of(response):
 
 
 def share_passed(program, label, seconds):
-    """The share of tests that pass within so many seconds together; the rest fail."""
+    """Return the share of tests that pass before all of them have taken `seconds`; the rest fail."""
     tests = [line for line in label.splitlines() if line.strip()] if isinstance(label, str) else list(label)
     if not tests:
         raise ValueError("the label contains no test")

@@ -34,7 +34,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def grade(response, label, seconds, deadline):
-    """Return whether the answer is correct, and whether there is one; after the deadline, neither is looked for."""
+    """Return whether the answer is correct, and whether there is one; after the deadline, neither is checked."""
     if time.monotonic() > deadline:
         return False, False
     answer = parse(response, parsing_timeout=seconds)

@@ -49,7 +49,7 @@ def build_executor(
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if is_in_memory(rewards.agent_func_path or rewards.remote_rm_url):
-        processes = 1  # calls of an object share one thread, where async ones overlap; in several, it would need locks
+        processes = 1  # an object runs in one thread, so it needs no locks; its async calls overlap
     if not rewards.agent_func_path:
         source = reward_source(rewards, processes)
         return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
@@ -99,5 +99,5 @@ def object_of(name: str | None, flag: str) -> object | None:
 
 
 def file_of(path: str | None, code: object | None) -> str:
-    """Return the file with the user's code, from its flag or from the object that it defines."""
+    """Return the file with the user's code: the one that the flag names, or the one that defines the object."""
     return str(Path(str(path)).expanduser().resolve()) if code is None else defined_in(code)

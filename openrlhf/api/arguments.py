@@ -41,7 +41,7 @@ def as_arguments(command: str, keywords: Mapping[str, object]) -> Iterator[list[
 
 
 def must_be_code(name: str, code: object, flag: str, *, given: object) -> None:
-    """Raise for a reward that is not a function, and for a value that the flag of the same meaning has, too."""
+    """Raise if a reward is not a function, or if the flag with the same meaning is also given."""
     if given is not None:
         raise ConfigError(f"{name}= and {flag}= are two values for the same flag", try_this=f"only {name}=")
     if name == "reward" and not (is_text(code) or callable(code)):

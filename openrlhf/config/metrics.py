@@ -1,8 +1,8 @@
 """Every metric that a command logs: its name, its meaning, and how it looks in a healthy run.
 
-`tools/write_reference.py` turns the table into docs/metrics.md, and a test checks that runs log no other name. Names of
-upstream are kept, so that existing dashboards work. Some of them differ between commands for the same thing; every
-command then also logs a common name (`loss_mean`, `eval_loss`, `acc_mean`).
+`tools/write_reference.py` turns the table into docs/metrics.md, and a test checks that runs log no other name.
+Upstream's names are kept, so that existing dashboards work. Some of them differ between commands for the same thing;
+every command then also logs a common name (`loss_mean`, `eval_loss`, `acc_mean`).
 
 A name may contain a field in braces, such as `eval_{dataset}_reward`. Reward functions and agents add metrics of their
 own with `extra_logs`; those are logged under the names that they choose.
@@ -89,7 +89,7 @@ PREFERENCE = (
         "Mean reward of chosen (desirable) responses; in DPO and KTO, beta times the log-ratio to the reference.",
         "Above reject_reward, and the distance grows.",
     ),
-    train("reject_reward", PREFERENCES, "The same of rejected (undesirable) responses.", "Below chosen_reward."),
+    train("reject_reward", PREFERENCES, "The same for rejected (undesirable) responses.", "Below chosen_reward."),
     train(
         "kl",
         ("train_kto",),
@@ -150,7 +150,7 @@ REWARDS = (
 )
 
 LENGTHS = (
-    train("response_length", RL, "Mean number of tokens that the policy wrote.", "No jump to the limit or to nothing."),
+    train("response_length", RL, "Mean number of tokens that the policy wrote.", "No jump to the limit or to zero."),
     train("total_length", RL, "Mean number of tokens of a sample with prompt and environment.", "As response_length."),
     train("truncated", RL, "Share of responses that ended at the length limit.", "Below 0.1 after a few steps."),
 )
@@ -182,7 +182,7 @@ POLICY = (
     train(
         "engine_kl",
         RL,
-        "Difference of engine and trainer on the sampled tokens: the mean of log p_engine - log p_old.",
+        "Difference between engine and trainer on the sampled tokens: the mean of log p_engine - log p_old.",
         "Below 0.001 in fp32 and 0.01 in half precision; larger in asynchronous runs.",
     ),
     train("vllm_kl", RL, "The same as engine_kl, under OpenRLHF's name; only if vLLM generates.", "As engine_kl."),
@@ -250,7 +250,7 @@ EVALUATION = (
         "Probability that one of k samples is right (pass@k, unbiased); only if all scores are 0 or 1.",
         "Rises.",
     ),
-    evaluation("eval_{dataset}_response_length_mean", RL, "Mean tokens of a response.", "As response_length."),
+    evaluation("eval_{dataset}_response_length_mean", RL, "Mean number of tokens per response.", "As response_length."),
     evaluation("eval_{dataset}_truncated_rate", RL, "Share of truncated responses.", "As truncated."),
     evaluation("eval_response_length_mean", RL, "The same over all data sources.", "As response_length."),
     evaluation("eval_truncated_rate", RL, "The same over all data sources.", "As truncated."),

@@ -54,12 +54,12 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def messages_as_text(texts: Iterable[str]) -> Finding | None:
-    """Find message lists that were stored as text, which would be trained on as such."""
+    """Find message lists that were stored as text, which would be trained on as plain text."""
     for text in texts:
         if text.lstrip().startswith("[{") and ('"role"' in text or "'role'" in text or '"from"' in text):
             return Finding(
                 f"the text {quote(text)} looks like a message list that was stored as text",
-                "store it as a list, and --apply_chat_template",
+                "store it as a list, and use --apply_chat_template",
             )
     return None
 

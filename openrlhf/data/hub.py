@@ -1,8 +1,8 @@
-"""Is the Hugging Face Hub there? Ask quickly: its client retries for most of a minute.
+"""Find out quickly whether the Hugging Face Hub can be reached; its own client retries for most of a minute.
 
 `models.load` and `data.sources` call `hub_failure` for names that are not local. A name that is in the cache is then
-loaded from there, and any other name is an error: often it was meant as a folder, and is mistyped. The hub's client is
-imported late, because `openrlhf doctor` calls `connection_failure` where nothing may be installed yet.
+loaded from there, and any other name is an error, often a mistyped folder. The hub's client is imported late, because
+`openrlhf doctor` calls `connection_failure` on machines where nothing may be installed yet.
 """
 
 from __future__ import annotations

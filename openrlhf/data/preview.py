@@ -21,7 +21,7 @@ from openrlhf.data.report import DataReport, Finding
 from openrlhf.data.rows import Loaded
 from openrlhf.types import LabelledRow, PairRow, Prompt, StepRow, TokenRow
 
-MANY_DUPLICATES = 0.05  # fraction of equal rows from which they are reported
+MANY_DUPLICATES = 0.05  # repeated rows are reported from this fraction on
 NUM_BINS = 10  # maximum bars of a histogram
 NICE_WIDTHS = (1, 2, 5)  # widths of bars, times a power of ten
 

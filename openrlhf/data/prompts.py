@@ -72,7 +72,7 @@ def read_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> L
 
 
 def with_label_check(records: Records, config: RLConfig, loaded: Loaded) -> Loaded:
-    """Add a finding about empty labels, unless reward models give the rewards, which need no labels."""
+    """Add a finding about empty labels, unless only reward models give rewards: they need no labels."""
     if config.rewards.agent_func_path or not config.rewards.scored_by_models:
         loaded.report.add(missing_labels(first_rows(records), config.prompts.label_key))
     return loaded

@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Budget:
-    """The maximum tokens of a row, and the flag that sets it; of a prompt, those that leave room for a response."""
+    """The maximum tokens of a row (or of a prompt, to leave room for a response), and the flag that sets it."""
 
     tokens: int
     flag: str | None = "--prompt_max_len"  # None if no flag could raise it

@@ -59,7 +59,7 @@ def merged_card(folder: Path, source: str, base: str | None, model: PreTrainedMo
 
 
 def kind_of_model(source: str, model: PreTrainedModel) -> Kind:
-    """Return what a model computes; a process reward model is a language model, so only its card tells."""
+    """Return what a model computes; a process reward model is a language model, so only its card identifies it."""
     if not hasattr(model, "lm_head") and hasattr(model, SCALAR_HEAD):
         return Kind.REWARD
     card = read_card(source)
@@ -103,7 +103,7 @@ def gguf_card(folder: Path, source: str, base: str | None, file: str, weights: s
 
 
 def inherited_metadata(source: str, base: str | None) -> ModelCardData:
-    """Return the metadata of a source's card or, without one, what is known of its base."""
+    """Return the metadata of a source's card or, without one, what is known about its base."""
     card = read_card(source) if is_here(source) else None
     metadata = base_metadata(source if card or base is None else base)
     if card is None:
@@ -118,7 +118,7 @@ def inherited_metadata(source: str, base: str | None) -> ModelCardData:
 
 
 def training_part(source: str) -> str:
-    """Return our card of a model from its section on training on, without the sections that are written again."""
+    """Return our card of a model, starting at its section on training, without the sections that are rewritten."""
     card = read_card(source) if is_here(source) else None
     if card is None or not is_ours(card):
         return ""

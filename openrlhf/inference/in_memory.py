@@ -1,4 +1,4 @@
-"""Answers to the prompts of a Python caller: batch_inference without a file that stays.
+"""Answers to the prompts of a Python caller: batch_inference without an output file.
 
 `openrlhf.generate` writes no output of its own, so its rows go to a temporary folder and come back as a list.
 """

@@ -166,7 +166,7 @@ class Trial:
 
 
 def make_trials(config: RLConfig, prompts: Sequence[Prompt]) -> list[Trial]:
-    """Answer each prompt right and wrong; if its label is text, it is probably a right answer.
+    """Make up right and wrong answers to each prompt; a label that is text is probably a right answer.
 
     Groups have as many samples as in training, because a reward function may compare them; if that is one, each prompt
     gets two groups. An agent plays its samples one by one: one right and one wrong answer are enough.

@@ -1,9 +1,9 @@
-"""Signs that reinforcement learning goes wrong, found in the numbers of each step.
+"""Signs that reinforcement learning is going wrong, found in the numbers of each step.
 
     rewards          nothing to learn: all samples of each prompt have the same reward, at its highest or not
     truncation       nearly all responses end at the length limit
     KL               the policy writes what the reference hardly ever would
-    entropy          the policy repeats itself without having become better
+    entropy          the policy repeats itself without getting better
     gradient norm    a step is far larger than the others
 
 After each step the controller passes its numbers to `RLHealth`, and prints the lines that it returns. A line appears
@@ -27,7 +27,7 @@ from openrlhf.training.run_directory import run_folder
 IN_A_ROW = 3  # consecutive steps with the same finding: a single rollout may be unusual
 TRUNCATED = 0.95  # share of responses; a policy that ends its answers truncates far fewer, even early in training
 HIGH_KL = 2.0  # nats per token: the sampled tokens are e^2 times less likely under the reference; 0.01 to 0.5 is usual
-EQUAL = 0.95  # share of prompts whose samples all have the same reward, from which on little can be learned
+EQUAL = 0.95  # share of prompts whose samples all have the same reward, above which little can be learned
 RARE = 0.1  # mean reward as a share of the best one, below which samples are hardly ever rewarded
 FIRST_STEPS = 5  # steps that later ones are compared with
 ENTROPY_LEFT = 0.1  # share of the first entropy
@@ -162,11 +162,11 @@ class RLHealth:
         if numbers.entropy is None or len(self.first) < FIRST_STEPS:
             return None
         start = median(item.entropy or 0.0 for item in self.first)
-        # A rollout without action tokens has an entropy of NaN, which is below nothing.
+        # A rollout without action tokens has an entropy of NaN, which is not below any threshold.
         if not numbers.entropy < ENTROPY_LEFT * start or numbers.reward > fmean(item.reward for item in self.first):
             return None
         return (
-            f"the entropy was below a tenth of that at the start (now {numbers.entropy:.2g} nats per token, then "
+            f"the entropy was below a tenth of its initial value (now {numbers.entropy:.2g} nats per token, at first "
             f"{start:.2g}), and the reward is not higher: the policy repeats itself. Try: an earlier checkpoint with a "
             "smaller --actor_learning_rate, a larger --init_kl_coef, or --entropy_loss_coef 0.001"
         )

@@ -1,6 +1,6 @@
-"""The file of a model card, README.md, which people edit and which may be there before a model is.
+"""The file of a model card, README.md, which people edit, and which may exist before the model does.
 
-Our cards end with a digest of their text, so a card that was edited can be told from one that can be replaced.
+Our cards end with a digest of their text, which distinguishes edited cards from those that may be replaced.
 `keep_readme` saves the others when a model moves into a folder: a README.md that is not our card stays, and an edited
 card (its license was filled in, say) gets another name.
 """
@@ -53,7 +53,7 @@ def was_edited(file: Path) -> bool:
 
 
 def keep_readme(folder: Path, aside: Path) -> None:
-    """Call it before the files of `aside` move to `folder`: keep its README.md, unless it is our own, unchanged."""
+    """Keep the README.md of `folder`, unless it is our own and unchanged, before the files of `aside` move there."""
     card, present = aside / CARD_FILE, folder / CARD_FILE
     if not card.exists() or not present.exists():
         return

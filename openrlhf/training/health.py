@@ -1,4 +1,4 @@
-"""Signs that a run goes wrong, found in the numbers that it computes anyway: warnings of supervised training.
+"""Signs that a supervised run is going wrong, found in the numbers that it computes anyway.
 
 A check gets the numbers of each step and returns the lines to print. A line says what is wrong and what to try, and
 appears once per run. The thresholds are far from anything that a healthy run shows, because a warning that is often

@@ -55,9 +55,9 @@ def check_login(flags: HubFlags) -> None:
 
 
 def ask_hub() -> str:
-    """Return the user whom the token belongs to; raise if the hub does not answer in time or does not know the token.
+    """Return the user that the token belongs to; raise if the hub does not answer in time or does not know the token.
 
-    The client's own requests have no time limit: behind a firewall that drops packets, they would wait for ever.
+    The client's own requests have no time limit: behind a firewall that drops packets, they would wait forever.
     """
     url = f"{constants.ENDPOINT}/api/whoami-v2"
     answer = get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""The places that a run's metrics go to: a file, TensorBoard, Weights & Biases, Trackio.
+"""Metric sinks: a file, TensorBoard, Weights & Biases and Trackio.
 
 `run_directory.make_monitor` opens those that the flags select. Each is a `monitor.Sink`; the last two also take some
 samples of each step (`monitor.SampleSink`).
@@ -157,6 +157,6 @@ class Trackio:
     def close(self) -> None:
         import trackio
 
-        # The run's own `finish` would not unregister it, so that it finishes again at exit, and prints to stdout.
+        # The run's own `finish` would not unregister it, so it would finish again at exit and print to stdout.
         with dashboard_failures(), redirect_stdout(sys.stderr):
             trackio.finish()

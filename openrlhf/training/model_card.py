@@ -1,8 +1,8 @@
 """The model card (README.md) of a saved model: what it is, how to prompt it, and how it was made.
 
 `training_card` describes the result of a training run; `inference/converted_card.py` describes a model that was merged
-or converted, and carries the section on training over. `write_card` puts a card into a folder that is being saved: the
-card appears together with the model, and a card that cannot be made never costs the model.
+or converted, and carries over the section on training. `write_card` puts a card into a folder that is being saved: the
+card appears together with the model, and a failure to make the card never costs the model.
 
 The metadata at the top follows the Hugging Face Hub, which rejects local paths as names of models and datasets: those
 appear only in the text. `prompt_format` is our own key (`prompt_format.py`).
@@ -59,7 +59,7 @@ ALGORITHMS: dict[type, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has trained on and reached when a model is saved."""
+    """The amount of data and the results of a run when a model is saved."""
 
     rows: int  # training rows, or prompts in reinforcement learning
     eval_rows: int = 0
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def write_card(folder: Path, make: MakeCard) -> None:
-    """Write a card into a folder that is being saved; if it cannot be made, print a line and go on."""
+    """Write a card into a folder that is being saved; if it cannot be made, print a line and continue."""
     try:
         (folder / CARD_FILE).write_text(sealed(str(make())), encoding="utf-8")
     except Exception as error:  # noqa: BLE001 - nothing about a card is worth losing a trained model
@@ -130,7 +130,7 @@ def base_of(config: TrainingConfig, kind: Kind) -> str:
 
 
 def assemble(metadata: ModelCardData, sections: list[str]) -> ModelCard:
-    """Join metadata and sections to a card; empty sections are left out."""
+    """Join metadata and sections into a card; empty sections are left out."""
     body = "\n\n".join(section for section in sections if section)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=True)
 
@@ -172,7 +172,7 @@ def _repository(name: str) -> tuple[str, str, None, str | None]:
 def base_metadata(base: str) -> ModelCardData:
     """Return the metadata that a model inherits from its base: license, language and, for a folder, its own base.
 
-    A base without a card is of unknown license.
+    A base without a card has an unknown license.
     """
     card = read_card(base)
     known = card.data if card else ModelCardData()

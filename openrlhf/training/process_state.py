@@ -1,8 +1,8 @@
 """State of the process that a run changes, restored for Python callers that continue after it.
 
-A command ends with its run, so that it may set variables and library settings for the whole process. A notebook may
-start several runs. Folder locks, engines and worker processes are not handled here: the run itself closes them, even
-after an error.
+A command ends with its run, so it may set variables and library settings for the whole process. A notebook may start
+several runs. Folder locks, engines and worker processes are not handled here: the run itself closes them, even after an
+error.
 """
 
 import gc

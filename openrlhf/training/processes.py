@@ -116,7 +116,7 @@ def join_process_group(backend: str, timeout: timedelta, device: torch.device | 
 
 
 def listen_on(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address, or on all if other machines use another address of this one."""
+    """Return a socket that listens on this address, or on all addresses if other machines reach this one by another."""
     family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     # torchrun and our Ray actors set LOCAL_WORLD_SIZE, the deepspeed launcher sets LOCAL_SIZE.
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(world_size())

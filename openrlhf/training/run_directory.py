@@ -141,7 +141,8 @@ def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
     if changed:
         say("flags that changed since then: " + ", ".join(changed))
     if "save_path" in saved and saved["save_path"] != now["save_path"]:  # runs share the default --ckpt_path
-        say(f"the checkpoint is that of a run with --save_path {saved['save_path']}. Try: a --ckpt_path for each run")
+        other = f"the checkpoint belongs to a run with --save_path {saved['save_path']}"
+        say(f"{other}. Try: a separate --ckpt_path for each run")
     return found
 
 

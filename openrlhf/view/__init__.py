@@ -1,7 +1,7 @@
 """`openrlhf view`: the curves and samples of runs as one local page, served or written to a file.
 
     launch                   the command: find the runs, then serve the page or write it
-      server                 FastAPI on loopback; answers questions of the page as JSON
+      server                 FastAPI on loopback; answers the page's requests as JSON
       report                 the same page as one file, with its data inlined
         page                 puts HTML, scripts and styles of `static/` together
     viewer                   answers for both: curves, samples and their tokens

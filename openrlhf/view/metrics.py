@@ -18,7 +18,7 @@ MOST_BYTES = 4 << 20  # per call; the caller asks again until nothing is left
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a file; `file` tells the file from another one of the same name."""
+    """A position in a file; `file` distinguishes it from another file of the same name."""
 
     file: str = ""  # a string, because inode numbers exceed the integers of JavaScript
     offset: int = 0
@@ -41,7 +41,7 @@ class NewMetrics:
 
     curves: Mapping[str, Points]
     position: Position
-    restarted: bool  # the file is another one than before: forget earlier points
+    restarted: bool  # the file was replaced: forget earlier points
     more: bool  # there is more to read
     unreadable: int = 0  # lines that are not metrics
 
@@ -85,7 +85,7 @@ def _add_line(curves: dict[str, Points], line: bytes) -> bool:
 
 
 def finite(value: float) -> float | None:
-    """Return the value, or None for NaN, infinities and integers beyond floats, which JSON in a browser lacks."""
+    """Return the value, or None for NaN, infinities and integers beyond floats, which JSON cannot represent."""
     try:
         number = float(value)
     except OverflowError:

@@ -84,7 +84,7 @@ def report_page(title: str, data: bytes) -> str:
 
 
 def _fill(title: str, head: str, scripts: str) -> str:
-    """Fill the template; each part is put in once, so that a part cannot contain the mark of another."""
+    """Fill the template; each part is inserted once, so the text of a part is never taken for the mark of another."""
     icon = f'<link rel="icon" href="{_data_url(ICON.encode(), "image/svg+xml")}">'
     before, _, rest = (STATIC / "index.html").read_text(encoding="utf-8").partition("<!-- head -->")
     body, _, after = rest.partition("<!-- scripts -->")

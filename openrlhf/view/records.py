@@ -164,5 +164,5 @@ def _number(value: object) -> int:
 
 
 def _text(value: object) -> str:
-    """Return a string without lone surrogates, which JSON allows and UTF-8 lacks."""
+    """Return a string without lone surrogates, which JSON allows and UTF-8 does not."""
     return str(value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

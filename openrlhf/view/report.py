@@ -93,7 +93,7 @@ def _thin_out(points: Points) -> Points:
 
 
 def _choose_samples(records: SampleRecords) -> list[Sample]:
-    """Return the first groups of some steps, the first and the last step among them, up to a number of tokens."""
+    """Return the first groups of some steps, including the first and the last step, up to MOST_TOKENS tokens."""
     files = _spread(records.files(), MOST_STEPS)
     chosen: list[Sample] = []
     room = MOST_TOKENS

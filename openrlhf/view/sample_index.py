@@ -1,8 +1,8 @@
 """SQLite index over recorded samples: filters, order and full-text search over 100,000 of them stay quick.
 
 The index holds what lists and filters need, and where each sample begins in its file; tokens and full texts stay in the
-files. `update` reads only what was added since the last call. One thread updates, and any thread may ask: each call has
-its own connection.
+files. `update` reads only what was added since the last call. One thread updates it, and any thread may query it: each
+call has its own connection.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def conditions(query: Query) -> tuple[str, list[object]]:
 
 
 def match_words(text: str) -> str | None:
-    """Return the search as FTS5 takes it: all words must occur, each as the beginning of one; None without a search.
+    """Return the search in FTS5's syntax: each word must occur, or a word that begins with it; None without a search.
 
     FTS5 splits words at underscores: `a_b` is the phrase of `a` and `b`. A search without any word, such as
     punctuation, matches nothing.

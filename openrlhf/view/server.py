@@ -1,4 +1,4 @@
-"""Serves the page on loopback: its files, and the answers to its questions as JSON.
+"""Serves the page on loopback: its files, and the answers to its requests as JSON.
 
 Only GET, only this machine, and only under a name of this machine: the Host header is checked, so that a website cannot
 reach the server by pointing its own name to 127.0.0.1. A request selects runs and samples by number, never by path.
@@ -26,7 +26,7 @@ from openrlhf.view.viewer import Viewer
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
-UPDATE_SECONDS = 1.0  # pause between two looks for new samples
+UPDATE_SECONDS = 1.0  # between two searches for new samples
 SEARCH_SECONDS = 15.0  # and for new runs, which walks through the folders
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -66,7 +66,7 @@ def _serve(asset: Asset) -> Callable[[], Response]:
 
 
 def _add_answers(app: FastAPI, viewer: Viewer) -> None:
-    """Add the questions of the page. Functions without `async` run in threads, so that files may be slow."""
+    """Add the routes of the page's requests. Functions without `async` run in threads, so that files may be slow."""
 
     @app.exception_handler(KeyError)
     @app.exception_handler(OverflowError)  # a number that SQLite cannot hold

@@ -28,7 +28,7 @@ class TokenTexts:
         self.tokenizer = _load(run)
 
     def decode(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token, which together are the text of all; None without a tokenizer.
+        """Return the text of each token; joined, they are the text of all. None without a tokenizer.
 
         The text of a character that several tokens share belongs to the last of them.
         """

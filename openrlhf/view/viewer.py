@@ -1,6 +1,6 @@
-"""Answers what the page asks: which runs there are, their curves, their samples, and the tokens of a sample.
+"""Answers the page's requests: the list of runs, their curves, their samples, and the tokens of a sample.
 
-`Viewer` answers for a server, from files that may still grow. `shown_sample` is common to it and to the report.
+`Viewer` answers for a server, from files that may still grow. The report uses `shown_sample`, too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def shown_sample(number: int, sample: Sample, tokens: TokenTexts) -> ShownSample
 class Viewer:
     """The runs below some folders, as they are now.
 
-    Any thread may ask; one thread at a time looks for new runs and new samples.
+    Any thread may query it; one thread at a time looks for new runs and new samples.
     """
 
     def __init__(self, folders: Sequence[str], workspace: Path) -> None:

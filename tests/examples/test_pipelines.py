@@ -136,9 +136,9 @@ def test_a_process_reward_model_chooses_better_answers(end, flags, best_of_n):
     written = [row["input"].replace("#", end) for row in steps(512, seed=2)]
     figures, commands = best_of_n(written, *flags)
     assert commands == ["train_prm", *["batch_inference"] * 3]
-    # Over six seeds, the reward is higher by 0.43 to 0.59, the true worth by 0.23 to 0.53.
+    # Over six seeds, the reward is higher by 0.43 to 0.59, the true reward by 0.23 to 0.53.
     assert figures["reward of the best of 8"] > figures["reward of one answer"] + 0.2
-    assert figures["true worth of the best of 8"] > figures["true worth of one answer"] + 0.1
+    assert figures["true reward of the best of 8"] > figures["true reward of one answer"] + 0.1
 
 
 NEEDED = ["--policy", "policy", "--reward", "prm", "--folder", "best"]

@@ -55,7 +55,7 @@ FAULTS = {
     "saturated": ({"reward": 1.0, "reward_std": 0.0, "equal_groups": 1.0}, "the highest reward of the run, 1, so"),
     "truncated": ({"truncated": 0.97}, "97% of the responses ended at the length limit (1024 tokens)"),
     "kl": ({"kl": 7.5}, "the KL to the reference was above 2 nats per token (now 7.5)"),
-    "entropy": ({"entropy": 0.01}, "below a tenth of that at the start (now 0.01 nats per token, then 1.2)"),
+    "entropy": ({"entropy": 0.01}, "below a tenth of its initial value (now 0.01 nats per token, at first 1.2)"),
 }
 
 

@@ -175,7 +175,8 @@ def test_a_checkpoint_of_another_run_in_the_same_folder_is_noticed(tmp_path, cas
     finish(tmp_path, command, flags)
     run_command(command, flags | {"load_checkpoint": True, "save_path": "./second"})
     stderr = capsys.readouterr().err
-    assert "the checkpoint is that of a run with --save_path ./first. Try: a --ckpt_path for each run" in stderr
+    line = "the checkpoint belongs to a run with --save_path ./first. Try: a separate --ckpt_path for each run"
+    assert line in stderr
 
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and bad disks: a run falls back, goes on or refuses in one line, and never trains on damage."""
+"""Damaged checkpoints and bad disks: a run falls back, continues or stops with one line; it never trains on damage."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DISKS = {
 def drill_damage(
     folder: Path, seed: int, limit: int | None = None, ways: Collection[str] = ALL_WAYS, at_a_time: int = 2
 ) -> Outcome:
-    """Damage each file of the newest checkpoint in each way, `latest`, and both checkpoints; resume each time."""
+    """Resume after each kind of damage: to each file of the newest checkpoint, to `latest`, and to both checkpoints."""
     task = RLTask(folder, make_model(folder / "model"))
     reference, _ = task.run_reference("async")
     files = [path.relative_to(reference / "ckpt" / NEWEST) for path in (reference / "ckpt" / NEWEST).rglob("*.*")]

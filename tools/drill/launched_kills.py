@@ -111,7 +111,7 @@ def kill_target(process: subprocess.Popen[bytes], folder: Path, target: str) -> 
 
 
 def must_be_close(folder: Path, reference: Path) -> None:
-    """Compare metrics and weights; the order of sums over ranks is the only freedom."""
+    """Compare metrics and weights; they may differ only by the order of sums over ranks."""
     ours, theirs = metrics_of(folder), metrics_of(reference)
     if [row["step"] for row in ours] != [row["step"] for row in theirs]:
         raise Lost("the metrics have other steps than those of the uninterrupted run")

@@ -21,7 +21,7 @@ from tests.commands import as_argv, command_environ
 from tests.warm import warm_python
 from tools.drill.outcome import Lost
 
-WATCHDOG = 600  # seconds: only a run that hangs takes so long
+WATCHDOG = 600  # seconds; only a run that hangs takes that long
 GRACE = 30.0  # seconds in which a run must have ended after a kill, with all its processes
 MARK = "DRILL_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
@@ -64,7 +64,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path, code: int = 0) -> flo
 
 
 def wait_seconds(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for so long; return whether the program still runs then."""
+    """Wait for some seconds; return whether the program is still running."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -46,7 +46,7 @@ def mount_disk(folder: Path, kind: str) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    linux.mount("none", "/", flags=linux.RECURSIVE | linux.SLAVE)  # nothing of this is seen outside
+    linux.mount("none", "/", flags=linux.RECURSIVE | linux.SLAVE)  # none of this is visible outside
     if kind == READ_ONLY:
         linux.bind(str(folder), str(folder))
     else:

@@ -37,7 +37,7 @@ Item: TypeAlias = dict[str, Json]  # item of a Responses object
 
 @dataclass(frozen=True)
 class GymRow:
-    """A row of NeMo Gym, and what this module reads of its responses_create_params."""
+    """A row of NeMo Gym, and the fields of its responses_create_params that are used here."""
 
     content: dict[str, object]  # the whole row, which the server gets back
     input: object  # a text or a list of messages

@@ -16,7 +16,7 @@ HEADER = struct.Struct(">I")
 
 
 class ServerLimits(TypedDict):
-    """`ProgramLimits` in the form that this process applies."""
+    """`ProgramLimits` in the form that the server applies."""
 
     seconds: float
     output: int

@@ -40,7 +40,7 @@ def device_findings() -> Iterator[Diagnosis]:
 
 
 def machine_has_gpu() -> bool:
-    """Return True if the NVIDIA driver is there, whether PyTorch can use it or not."""
+    """Return True if the NVIDIA driver is installed, even if PyTorch cannot use it."""
     return Path("/proc/driver/nvidia/gpus").is_dir() or bool(shutil.which("nvidia-smi"))
 
 

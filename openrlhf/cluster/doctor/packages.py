@@ -21,7 +21,7 @@ OLDEST_PYTHON = (3, 11)
 
 @dataclass(frozen=True)
 class Package:
-    """A package by its name on PyPI; `extra` is the extra of ours that installs it, and None means always needed."""
+    """A package by its name on PyPI; `extra` is our extra that installs it; None means that every run needs it."""
 
     name: str
     use: str
@@ -85,7 +85,7 @@ def installed_version(name: str) -> str | None:
 
 
 def requirement_of(name: str) -> Requirement | None:
-    """Return the versions that our own metadata allows; None if it allows any, or if ours is not installed."""
+    """Return the versions that our own metadata allows; None if it allows any, or if openrlhf is not installed."""
     try:
         from packaging.requirements import Requirement
 

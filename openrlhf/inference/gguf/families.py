@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CONVERTER = "convert_hf_to_gguf.py of llama.cpp, which supports more models"
 OUTPUT_HEAD = "lm_head.weight"
-LAYERS_OF_27B = (46, 62)  # of Gemma 2 and 3, for which llama.cpp knows another scale of attention
+LAYERS_OF_27B = (46, 62)  # numbers of layers of Gemma 2 and 3 (27B), for which llama.cpp uses another attention scale
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rope(TypedDict, total=False):
     rope_type: str
     rope_theta: float
     factor: float
-    low_freq_factor: float  # this and the next one: Llama 3
+    low_freq_factor: float  # this and the next one: only in Llama 3
     high_freq_factor: float
     original_max_position_embeddings: int
 
@@ -138,7 +138,7 @@ class FileTensor:
 
 
 def file_tensors(model: PreTrainedModel, family: Family) -> Iterator[FileTensor]:
-    """Yield the tensors of the file in the order of the model; their values are computed when they are asked for."""
+    """Yield the tensors of the file in the order of the model; their values are computed on demand."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     config = model.config

@@ -29,7 +29,7 @@ class ChatShape:
 
     before: dict[str, str]
     after: dict[str, str]
-    reply: str  # what the template adds when it asks for a reply
+    reply: str  # text that the template adds to request a reply
     default_system: str = ""  # system message of conversations that do not start with one
 
     @classmethod
@@ -161,7 +161,7 @@ def stop_text(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Return text that a Go template prints unchanged, also if its last brace is followed by a placeholder's."""
+    """Return text that a Go template prints unchanged, even if it ends in a brace and a placeholder follows."""
     return re.sub(r"\{{2,}|\{\Z", lambda braces: f'{{{{ "{braces[0]}" }}}}', text)
 
 

@@ -77,7 +77,7 @@ def reload_logits(path: Path, config: PretrainedConfig, tokenizer: PreTrainedTok
     """Return the logits of the file for the same text, computed by Transformers.
 
     The config is the model's own, because Transformers does not read all of it from a file (Llama 3's rotary factors).
-    It is that of Llama for Mistral, which has no architecture of its own in GGUF files.
+    For Mistral, which has no architecture of its own in GGUF files, Llama's config is used.
     """
     if config.model_type == "mistral":
         config = LlamaConfig.from_dict(config.to_dict() | {"model_type": "llama"})

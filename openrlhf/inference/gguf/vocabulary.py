@@ -1,4 +1,4 @@
-"""A fast tokenizer in the terms of llama.cpp: tokens with their types, and the rules that split text.
+"""A fast tokenizer in llama.cpp's terms: tokens with their types, and the rules that split text.
 
 llama.cpp has its own implementation of each kind of tokenizer, and a file only names it. Two kinds are recognised here:
 
