@@ -40,7 +40,7 @@ SAVES_NOTHING = (
 
 # True in our own commands, which may end the process; False if another program imports the package.
 _is_command = False
-# Handlers of the `stop_request` contexts that are open in other threads than the main one, innermost last.
+# Handlers of the `stop_request` contexts that are open in threads other than the main one, innermost last.
 _handlers_elsewhere: list[Callable[[int, FrameType | None], None]] = []
 
 

@@ -106,7 +106,7 @@ class DataReport:
             )
 
     def all_findings(self) -> list[Finding]:
-        """Return everything that a user should know, the rows that were lost first."""
+        """Return everything that a user should know, beginning with lost rows."""
         found: list[Finding] = []
         if self.dropped:
             problem = f"dropped {self.dropped.total()} of {self.read} rows: {self.reasons}"

@@ -82,9 +82,9 @@ def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
 def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the first token after which the decoded text is complete up to the character `end`.
 
-    A policy may sample other tokens than its tokenizer would produce for the same text, so their offsets are unknown.
-    A longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix that ends inside
-    a character decodes to a replacement character, which does not match the text.
+    A policy may sample different tokens than its tokenizer would produce for the same text, so their offsets are
+    unknown. A longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix that
+    ends inside a character decodes to a replacement character, which does not match the text.
     """
     return bisect_left(
         range(len(ids) - 1), True, key=lambda last: str(tokenizer.decode(list(ids[: last + 1]))).startswith(text[:end])

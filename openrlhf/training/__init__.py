@@ -11,7 +11,8 @@
       audit, host_memory           for both: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL
       folder_lock                  locks that allow one run per folder
-      checkpoint, manifest         atomic writes of checkpoints, and their verification
+      atomic_folder, checkpoint    folders that appear complete; the checkpoints among them
+      manifest                     verification of checkpoints
       final_save, disk_space       saving when a disk is full or read-only
 
 The RL loop (`rl`) uses everything from `objectives` downwards.

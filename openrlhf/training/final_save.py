@@ -79,7 +79,7 @@ class FinalSave:
         raise DiskError(f"the trained model could not be saved in {self.folder}: {self.failure}")
 
     def must_be_in_place(self) -> None:
-        """Raise DiskError if the model was saved in another folder than requested."""
+        """Raise DiskError if the model was not saved in the requested folder."""
         if self.saved != self.folder:
             raise DiskError(
                 f"--save_path {self.folder} could not be written: the trained model is in {self.saved}",

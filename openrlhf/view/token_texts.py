@@ -60,7 +60,7 @@ def _load(run: RunFolder) -> Tokenizer | None:
 
 
 def _tokenizer_files(run: RunFolder) -> Iterator[Path]:
-    """Yield where the run's tokenizer may be, the best place first."""
+    """Yield the files where the run's tokenizer may be, best first."""
     config = run.config()
     yield run.folder.parent / TOKENIZER_FILE  # the run is in --save_path, which may have been moved
     for flag in FLAGS:

@@ -114,7 +114,7 @@ def must_be_close(folder: Path, reference: Path) -> None:
     """Compare metrics and weights; they may differ only by the order of sums over ranks."""
     ours, theirs = metrics_of(folder), metrics_of(reference)
     if [row["step"] for row in ours] != [row["step"] for row in theirs]:
-        raise Lost("the metrics have other steps than those of the uninterrupted run")
+        raise Lost("the steps in the metrics differ from those of the uninterrupted run")
     for here, there in zip(ours, theirs, strict=True):
         for name, value in there.items():
             if isinstance(value, float) and abs(here[name] - value) > TOLERANCE * max(1.0, abs(value)):

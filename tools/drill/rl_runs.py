@@ -68,13 +68,13 @@ def must_equal(folder: Path, reference: Path) -> None:
     recorded = [path.relative_to(reference) for path in (reference / "out" / "run" / "rollouts").glob("step_*.jsonl")]
     latest = (reference / "ckpt" / "latest").read_text(encoding="utf-8")
     if (folder / "ckpt" / "latest").read_text(encoding="utf-8") != latest:
-        raise Lost("`latest` names another checkpoint than in the uninterrupted run")
+        raise Lost("`latest` does not name the same checkpoint as in the uninterrupted run")
     for name in [*exported, *recorded, *_content(reference, latest)]:
         if not (folder / name).is_file() or (folder / name).read_bytes() != (reference / name).read_bytes():
             raise Lost(f"{name} differs from that of the uninterrupted run")
     extra = {path.name for path in (folder / "out" / "run" / "rollouts").glob("step_*.jsonl")}
     if extra != {path.name for path in recorded}:
-        raise Lost("rollouts of other steps are recorded than in the uninterrupted run")
+        raise Lost("the recorded steps differ from those of the uninterrupted run")
 
 
 def must_be_whole(folder: Path, reference: Path) -> None:

@@ -43,7 +43,7 @@ class AddedToken(TypedDict):
 
 
 class BPEModel(TypedDict):
-    """`model` in tokenizer.json; other types than BPE have other keys."""
+    """`model` in tokenizer.json; types other than BPE have other keys."""
 
     type: str
     vocab: Mapping[str, int]
