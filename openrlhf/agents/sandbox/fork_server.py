@@ -48,21 +48,9 @@ from openrlhf.agents.sandbox.program_frames import (
 
 FILES_PER_MEBIBYTE = 64  # limits the inodes of a program's folder, which use kernel memory
 PRELOADED = (
-    *(
-        "abc",
-        "array",
-        "ast",
-        "bisect",
-        "collections",
-        "contextlib",
-        "copy",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "enum",
-    ),
-    *("fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "pathlib", "queue"),
-    *("random", "re", "statistics", "string", "subprocess", "textwrap", "time", "typing", "unittest"),
+    *("abc", "array", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal"),
+    *("enum", "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "pathlib"),
+    *("queue", "random", "re", "statistics", "string", "subprocess", "textwrap", "time", "typing", "unittest"),
 )
 
 
