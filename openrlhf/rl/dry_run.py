@@ -72,7 +72,7 @@ def run(config: RLConfig | SupervisedConfig) -> None:
 
 
 def is_on_disk(name: str) -> bool:
-    """Return whether a local path exists, with or without the part after an `@`; objects are always here."""
+    """Return whether a local path exists, with or without the part after an `@`; objects are always available."""
     return is_in_memory(name) or any(Path(path).expanduser().exists() for path in (name, name.partition("@")[0]))
 
 

@@ -105,7 +105,7 @@ def end_all(folder: Path) -> list[psutil.Process]:
 
 
 def must_end(folder: Path, seconds: float = GRACE) -> None:
-    """Wait until no process of the run is left; lose the case, and end them, if that takes too long."""
+    """Wait until no process of the run is left; if that takes too long, end them and count the case as lost."""
     deadline = time.monotonic() + seconds
     while left := processes_of(folder):
         if time.monotonic() > deadline:

@@ -111,7 +111,7 @@ def kill_target(process: subprocess.Popen[bytes], folder: Path, target: str) -> 
 
 
 def finishes(process: subprocess.Popen[bytes], folder: Path, target: str) -> bool:
-    """Wait for the end of a run that lost a process; return whether it finished, and lose it if it ended too late."""
+    """Wait for the end of a run that lost a process; return whether it finished. A run that ends too late is lost."""
     killed = time.monotonic()
     code = process.wait(programs.WATCHDOG)
     seconds = time.monotonic() - killed
