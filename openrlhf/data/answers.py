@@ -69,7 +69,7 @@ def read_prompts(
     *,
     first_index: int,
     budget: Budget,
-) -> Loaded:
+) -> Loaded[Prompt]:
     """Make a Prompt from each row, numbered as in the whole dataset.
 
     Prompts longer than the budget are truncated at the start, and the report counts them.
@@ -95,7 +95,7 @@ def read_prompts(
     return Loaded(prompts, check_texts(report, tokenizer))
 
 
-def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig) -> Loaded:
+def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig) -> Loaded[Answer]:
     """Tokenise prompts with responses as in reward model training: with EOS, truncated to --max_len.
 
     The texts of an Answer are not truncated, because they are written to the output.

@@ -31,7 +31,7 @@ def preference_rows(
     max_len: int,
     *,
     drop_long_prompts: bool,
-) -> Loaded:
+) -> Loaded[PairRow]:
     """Make pairs for a reward model or DPO.
 
     A reward model can score truncated texts, so it keeps long prompts. DPO drops them (`drop_long_prompts`), because
@@ -108,7 +108,7 @@ def labelled_rows(
     fields: LabelledResponseFlags,
     template: TemplateFlags,
     max_len: int,
-) -> Loaded:
+) -> Loaded[LabelledRow]:
     """Make rows for KTO: as for SFT, with a label of 1 (desirable) or 0."""
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)

@@ -85,7 +85,7 @@ class Preview:
 
 def preview_data(
     flag: str,
-    loaded: Loaded,
+    loaded: Loaded[AnyRow],
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_rows: int,

@@ -54,7 +54,7 @@ def label_text(label: float, tokenizer: PreTrainedTokenizerBase, fields: StepFla
     return fields.reward_tokens[int(label)] if fields.reward_tokens else str(tokenizer.decode([int(label)]))
 
 
-def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded:
+def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded[StepRow]:
     """Make rows for a process reward model, truncated to `max_len` together with the labels of the steps cut off."""
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len, report)

@@ -37,7 +37,7 @@ def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> l
     return [] if loaded is None else list(announce(loaded).rows)
 
 
-def read_prompt_data(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+def read_prompt_data(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt]:
     """Load the training prompts, limited to --max_samples and mixed by --prompt_data_probs."""
     flags = config.prompts
     records = load_dataset_rows(
@@ -54,7 +54,7 @@ def read_prompt_data(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Lo
     )
 
 
-def read_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded | None:
+def read_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt] | None:
     """Load the evaluation prompts; None without --eval_dataset."""
     flags = config.prompts
     if flags.eval_dataset is None:
@@ -71,7 +71,7 @@ def read_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> L
     )
 
 
-def with_label_check(records: Records, config: RLConfig, loaded: Loaded) -> Loaded:
+def with_label_check(records: Records, config: RLConfig, loaded: Loaded[Prompt]) -> Loaded[Prompt]:
     """Add a finding about empty labels, unless only reward models give rewards: they need no labels."""
     if config.rewards.agent_func_path or not config.rewards.scored_by_models:
         loaded.report.add(missing_labels(first_rows(records), config.prompts.label_key))
@@ -89,7 +89,7 @@ def prompt_budget(config: RLConfig) -> Budget:
 
 def prompt_rows(
     records: Records, tokenizer: PreTrainedTokenizerBase, flags: PromptFlags, template: TemplateFlags, budget: Budget
-) -> Loaded:
+) -> Loaded[Prompt]:
     """Make a Prompt from each row that fits the budget, numbered from 0 without gaps."""
     chat = open_chat(tokenizer, template)
     report = DataReport(records.name, budget)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from openrlhf.monitor import is_main_process, say
 LARGE = 2000  # minimum number of rows for a progress bar
 
 Row = TypeVar("Row")
+LoadedRow = TypeVar("LoadedRow", covariant=True)
 
 
 class Dropped(Exception):
@@ -35,14 +36,14 @@ class TooLong(Dropped):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(Generic[LoadedRow]):
     """Rows of one kind, and the report of the dataset that they were made from.
 
     The labels of process reward models are either all soft (the probability of the first reward token) or all hard (an
     index into the reward tokens, or a vocabulary id if no reward tokens are given).
     """
 
-    rows: Sequence[Any]
+    rows: Sequence[LoadedRow]
     report: DataReport
     soft_labels: bool = False
 
@@ -77,7 +78,7 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report
     return rows
 
 
-def announce(loaded: Loaded) -> Loaded:
+def announce(loaded: Loaded[Row]) -> Loaded[Row]:
     """Print what a user should know about the rows, and return them."""
     for line in loaded.report.lines():
         say(line)

@@ -36,7 +36,7 @@ def sft_rows(
     fields: TeacherResponseFlags,
     template: TemplateFlags,
     max_len: int,
-) -> Loaded:
+) -> Loaded[TokenRow]:
     """Make rows for SFT in the format that the flags select."""
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     if fields.pretrain_mode:

@@ -62,21 +62,21 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
     return SupervisedData(train.rows, evaluation.rows, train.soft_labels)
 
 
-def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Row]:
     """Load the training rows; print the first one, and what looks wrong with them."""
     loaded = announce(read_train(config, tokenizer))
     say(describe_row(loaded.rows[0], tokenizer, label_text_of(config, loaded, tokenizer)))
     return loaded
 
 
-def label_text_of(config: SupervisedConfig, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> LabelText:
+def label_text_of(config: SupervisedConfig, loaded: Loaded[Row], tokenizer: PreTrainedTokenizerBase) -> LabelText:
     """Return the function that names the labels of steps, which only process reward models have."""
     if not isinstance(config, commands.PRMConfig):
         return NUMBER
     return partial(label_text, tokenizer=tokenizer, fields=config.fields, soft=loaded.soft_labels)
 
 
-def read_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+def read_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Row]:
     """Load the rows of --dataset, limited to --max_samples and mixed by --dataset_probs."""
     records = load_dataset(config.data, seed=config.batches.seed, loading=config.model)
     return read_rows(config, records, tokenizer)
@@ -84,7 +84,7 @@ def read_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 def read_evaluation(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int | None = None
-) -> Loaded:
+) -> Loaded[Row]:
     """Load the rows of --eval_dataset."""
     data = config.data
     records = load_dataset_rows(
@@ -97,7 +97,7 @@ def read_evaluation(
     return read_rows(config, records, tokenizer)
 
 
-def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedTokenizerBase) -> Loaded[Row]:
     """Convert records to the kind of rows that the command trains on."""
     max_len = config.data.max_len
     match config:

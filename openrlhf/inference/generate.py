@@ -77,7 +77,7 @@ def plan_generation(
 
 def read_generation_prompts(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records, first_index: int, context: int
-) -> Loaded:
+) -> Loaded[Prompt]:
     """Read prompts, truncated to leave room for at least one token of the answer."""
     task = config.task
     is_models_limit = context < task.prompt_max_len + task.max_new_tokens  # so that no flag would help

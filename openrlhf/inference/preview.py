@@ -20,7 +20,7 @@ from openrlhf.config.preview import PreviewFlags, ReadsData
 from openrlhf.config.runtime import num_optimizer_steps, num_rollouts
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.answers import iteration_slice, read_answers
-from openrlhf.data.preview import NUMBER, LabelText, Preview, preview_data
+from openrlhf.data.preview import NUMBER, AnyRow, LabelText, Preview, preview_data
 from openrlhf.data.preview_text import render
 from openrlhf.data.prompts import read_eval_prompts, read_prompt_data
 from openrlhf.data.rows import Loaded
@@ -36,7 +36,7 @@ class FlagData:
     """The rows of one dataset flag, and how many steps the command takes over them."""
 
     flag: str
-    loaded: Loaded
+    loaded: Loaded[AnyRow]
     steps: tuple[Line, ...] = ()
     label_text: LabelText = NUMBER
 

@@ -244,7 +244,7 @@ def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
     With --use_ms, ModelScope downloads the model to a local folder.
     """
     where, revision = split_revision(name)
-    pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
+    pinned = {"revision": revision} if revision is not None else {}
     source: dict[str, Any] = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
     if looks_local(where):
         return source | {"pretrained_model_name_or_path": str(Path(where).expanduser())}
@@ -256,7 +256,7 @@ def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
         if not model_is_cached(where, revision):
             fix = nearest_path(where) or "a folder on this machine, or HF_ENDPOINT with the address of a mirror"
             raise ConfigError(f"{where} is neither a local folder nor in the cache, and {failure}", try_this=fix)
-        pinned["local_files_only"] = True  # otherwise the client retries for most of a minute before it looks there
+        source["local_files_only"] = True  # otherwise the client retries for most of a minute before it looks there
     return source | pinned
 
 
