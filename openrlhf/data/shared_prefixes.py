@@ -31,7 +31,7 @@ MOST_LEVELS = 50  # of prefixes within prefixes
 Sequences = Sequence[NDArray[np.integer]]
 
 
-class Group(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Sequences that share a prefix."""
 
     prefix: int  # its tokens
@@ -91,8 +91,8 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
     )
 
 
-def group_by_prefix(sequences: Sequences) -> list[Group]:
-    """Group sequences that start alike; a sequence keeps at least one token of its own.
+def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
+    """PrefixGroup sequences that start alike; a sequence keeps at least one token of its own.
 
     Sorted by content, sequences with a common prefix are neighbours. Some neighbours either share one prefix, or are
     divided where they have the least in common, whichever saves more: the samples of a prompt stay together even if all
@@ -102,13 +102,13 @@ def group_by_prefix(sequences: Sequences) -> list[Group]:
     order = sorted(long, key=lambda number: sequences[number].astype(">u4").tobytes())
     common = [common_tokens(sequences[one], sequences[other]) for one, other in pairwise(order)]
 
-    def divide(first: int, last: int, level: int = 0) -> list[Group]:
+    def divide(first: int, last: int, level: int = 0) -> list[PrefixGroup]:
         """Return the groups of the sequences from `first` to `last` in the sorted order."""
         if first == last:
             return []
         shared = common[first:last]
-        whole = Group(min(shared), order[first : last + 1])
-        parts: list[Group] = []
+        whole = PrefixGroup(min(shared), order[first : last + 1])
+        parts: list[PrefixGroup] = []
         if level < MOST_LEVELS:
             ends = [first + place for place, tokens in enumerate(shared) if tokens == whole.prefix]
             for start, end in zip([first, *(end + 1 for end in ends)], [*ends, last], strict=True):

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from openrlhf.algo.balance import first_fit
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
-from openrlhf.data.shared_prefixes import Group, find_prefixes, group_by_prefix
+from openrlhf.data.shared_prefixes import PrefixGroup, find_prefixes, group_by_prefix
 from openrlhf.types import RolloutBatch, Trajectory
 
 
@@ -49,24 +49,24 @@ class Batching:
             return [order[place : place + size] for place in range(0, count, size)]
         lengths = [len(sequence) for sequence in sequences]
         groups = [part for group in groups for part in divide(group, lengths, self.token_budget)]
-        groups += [Group(0, [place]) for place in others]
+        groups += [PrefixGroup(0, [place]) for place in others]
         if len(groups) < self.ranks:
-            groups = [Group(0, [place]) for place in range(count)]
+            groups = [PrefixGroup(0, [place]) for place in range(count)]
         tokens = [computed_tokens(group, lengths) for group in groups]
         rounds = -(-len(first_fit(tokens, self.token_budget)) // self.ranks)
         parts = by_tokens(tokens, self.token_budget, at_least=min(rounds * self.ranks, len(groups)))
         return [[place for number in part for place in groups[number].members] for part in parts]
 
 
-def computed_tokens(group: Group, lengths: Sequence[int]) -> int:
+def computed_tokens(group: PrefixGroup, lengths: Sequence[int]) -> int:
     """Return the tokens that a model computes for a group whose prefix is shared."""
     return sum(lengths[place] for place in group.members) - group.saved
 
 
-def divide(group: Group, lengths: Sequence[int], budget: int) -> list[Group]:
+def divide(group: PrefixGroup, lengths: Sequence[int], budget: int) -> list[PrefixGroup]:
     """Divide a group into the fewest groups within a token budget; each computes the prefix again."""
     parts = first_fit([lengths[place] - group.prefix for place in group.members], max(budget - group.prefix, 1))
-    return [Group(group.prefix, [group.members[number] for number in part]) for part in parts]
+    return [PrefixGroup(group.prefix, [group.members[number] for number in part]) for part in parts]
 
 
 @dataclass(frozen=True)
