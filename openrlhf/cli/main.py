@@ -1,6 +1,5 @@
 """The program `openrlhf <command>`, equivalent to `python -m openrlhf.cli.<command>`."""
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -9,6 +8,7 @@ from importlib.metadata import version
 from openrlhf.cli.entry import command
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import summary_of
+from openrlhf.config.suggestions import suggest_commands
 from openrlhf.errors import ConfigError
 
 # The order of `openrlhf --help`. A command without a group is listed under OTHER.
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> None:
     elif (name := words[0].replace("-", "_")) in SUMMARIES:
         import_module(f"openrlhf.cli.{name}").main(words[1:])
     else:
-        near = difflib.get_close_matches(name, SUMMARIES, n=3) or ["openrlhf --help"]
-        raise ConfigError(f"unknown command {words[0]}", try_this=" or ".join(near))
+        near = suggest_commands(words, SUMMARIES) or ["--help"]
+        raise ConfigError(f"unknown command {words[0]}", try_this=" or ".join(f"openrlhf {line}" for line in near))
 
 
 def list_commands() -> str:

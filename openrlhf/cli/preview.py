@@ -6,6 +6,7 @@ from importlib import import_module
 
 from openrlhf.cli.entry import command
 from openrlhf.config.preview import PREVIEWED, parse_preview
+from openrlhf.config.suggestions import suggest_commands
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import is_main_process
 from openrlhf.signals import interrupt_on_signals
@@ -27,9 +28,9 @@ def main(argv: Sequence[str]) -> None:
         return
     name = argv[0].replace("-", "_")
     if name not in PREVIEWED:
-        raise ConfigError(
-            f"preview: expected a command that reads data, got {argv[0]}", try_this=" or ".join(PREVIEWED)
-        )
+        near = [line for line in suggest_commands(argv, PREVIEWED) if line.split()[0] in PREVIEWED]
+        fix = " or ".join(f"openrlhf preview {line}" for line in near) or " or ".join(PREVIEWED)
+        raise ConfigError(f"preview: expected a command that reads data, got {argv[0]}", try_this=fix)
     config, flags = parse_preview(name, argv[1:])
     if is_main_process():  # a launcher's other processes would print the same
         with interrupt_on_signals():

@@ -1,9 +1,10 @@
 """The answers to --help: the essential flags, all of them, a section, a word, or one flag in full.
 
-    openrlhf train_ppo --help                 a typical command line and the essential flags
-    openrlhf train_ppo --help all             every flag
-    openrlhf train_ppo --help lora            a section, or every flag whose name or help has this word
-    openrlhf train_ppo --help learning_rate   one flag: default, range, choices, other spellings
+    openrlhf train_ppo --help                   a typical command line and the essential flags
+    openrlhf train_ppo --help all               every flag
+    openrlhf train_ppo --help lora              a section, or every flag whose name or help has this word
+    openrlhf train_ppo --help learning_rate     one flag: default, range, choices, other spellings
+    openrlhf train_ppo --help num_generations   our flag for a name of another framework
 
 All of it comes from the declarations of the flags and the docstrings of the commands; argparse does the layout.
 """
@@ -16,6 +17,7 @@ from typing import Literal, get_args, get_origin
 
 from openrlhf.config.aliases import known_spellings, successor
 from openrlhf.config.flags import Flag, flags_of, typical_use, without_none
+from openrlhf.config.suggestions import suggest
 from openrlhf.errors import ConfigError
 
 ALL = "all"
@@ -49,6 +51,12 @@ def help_text(command: type, parser: argparse.ArgumentParser, topic: str = "") -
     found = in_section(flags.values(), word) or mentioning(flags.values(), word)
     if not found and (current := successor(word, flags)):  # an older or dotted spelling
         return help_text(command, parser, current[0])
+    if suggested := suggest(word, flags):  # a name of another framework
+        line = f"{word} in other frameworks: {suggested}"
+        if not found:
+            return f"{line}\n\n{flag_in_full(flags[suggested.flag], other_spellings(command, suggested.flag))}"
+        parser.epilog = line
+        found = [*found, suggested.flag]
     if not found:
         near = difflib.get_close_matches(word, [*flags, *(item.section for item in flags.values())], n=1)
         raise ConfigError(

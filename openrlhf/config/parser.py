@@ -5,25 +5,23 @@ command-line arguments first, so that one parser reads them all and reports erro
 """
 
 import argparse
-import difflib
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from openrlhf.config.aliases import FALSE, environment_arguments, known_spellings, rewrite, successor
+from openrlhf.config.flag_file import FileEntry, read_flag_file
 from openrlhf.config.flags import Flag, flags_of, in_reading_order, replace_flags, summary_of, without_none
 from openrlhf.config.help import asked_topic, help_text
-from openrlhf.config.suggestions import suggest
+from openrlhf.config.unknown_flags import NEGATIVE_NUMBER, unknown_flags, unknown_words, wrong_choice
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
 C = TypeVar("C")
 
-NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 METAVARS: Mapping[object, str] = {int: "N", float: "X", str: "TEXT"}  # placeholders of values in --help
 TRUE = ("true", "yes", "on", "1")
 
@@ -48,14 +46,14 @@ def parse_given(
         sys.stdout.write(help_text(command, parser, topic))
         raise SystemExit(0)
     files = parse_words(command, parser, rewrite(command, argv)[0])[0].config
-    from_files = [word for file in files for word in file_arguments(command, Path(file))]
+    from_files = [word for file in files for word in file_arguments(command, parser, Path(file))]
     from_environment, became = environment_arguments(command, environ)
     given, notes = rewrite(command, [*from_environment, *from_files, *argv])
     for note in [*became, *notes]:
         say(note)
     values, unknown = parse_words(command, parser, given)
     if unknown:
-        raise unknown_flag(command, unknown[0])
+        raise unknown_words(command, unknown)
     names = {word.removeprefix("--").partition("=")[0] for word in given if word.startswith("--")}
     parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(values).items()}
     del parsed["config"]  # not a flag of the command
@@ -86,6 +84,11 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.replace("argument ", "", 1), try_this=f"{self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = [str(choice) for choice in action.choices or ()]
+        if choices and value not in choices:
+            raise wrong_choice(action.dest, value, choices, self.prog)
 
 
 class FlagHelp(argparse.RawDescriptionHelpFormatter):
@@ -156,47 +159,41 @@ def to_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected true, false or no value for a switch, got {text!r}")
 
 
-def unknown_flag(command: type, given: str) -> ConfigError:
-    """Build the error for an unknown flag, with our flag for a name used elsewhere, or else similar names."""
-    name = given.split("=")[0].lstrip("-")
-    if not given.startswith("--"):
-        return ConfigError(f"expected a flag, got {given!r}", try_this="put quotes around values with spaces")
-    if suggested := suggest(name, flags_of(command)):
-        return ConfigError(f"--{name} is not a flag of this command", try_this=suggested)
-    known = ["config", *known_spellings(command)]
-    near = [match for match in known if match.startswith(name)][:3]
-    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    hint = " or ".join(f"--{match}" for match in near) if near else "--help all for all flags"
-    return ConfigError(f"--{name} is not a flag of this command", try_this=hint)
+def file_arguments(command: type, parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """Convert a YAML file to command-line arguments; an error about a key or its value names the file and the line."""
+    known = known_spellings(command)
+    entries = read_flag_file(path, known)
+    if unknown := [entry for entry in entries if entry.name not in known]:
+        error = unknown_flags(command, {f"--{entry.name}": as_word(entry.value) for entry in unknown})
+        raise ConfigError(f"in --config {path}{at_lines(unknown)}: {error}")
+    arguments: list[str] = []
+    for entry in entries:
+        words = mapping_arguments(command, {entry.name: entry.value})
+        try:
+            surplus = parse_words(command, parser, rewrite(command, words)[0])[1]
+            if surplus:
+                raise ConfigError(f"--{entry.name}: expected one value, got {entry.value!r}")
+        except ConfigError as error:
+            raise ConfigError(f"in --config {path}{at_lines([entry])}: {error}") from None
+        arguments += words
+    return arguments
 
 
-def file_arguments(command: type, path: Path) -> list[str]:
-    """Convert a YAML file to command-line arguments, so that parsing and error messages are the same."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"--config {path} contains no flags", try_this="lines such as `pretrain: ./model`")
-    try:
-        return mapping_arguments(command, dict(flatten(content, known_spellings(command))))
-    except ConfigError as error:
-        raise ConfigError(f"in --config {path}: {error}") from None
+def at_lines(entries: Sequence[FileEntry]) -> str:
+    """Return `, line 3` or `, lines 3 and 5`."""
+    lines = [str(entry.line) for entry in entries if entry.line is not None]
+    if len(lines) < 2:
+        return f", line {lines[0]}" if lines else ""
+    return f", lines {', '.join(lines[:-1])} and {lines[-1]}"
 
 
 def mapping_arguments(command: type, values: Mapping[str, object]) -> list[str]:
     """Convert flags by name to command-line arguments; None leaves a flag at its default."""
     known, flags = known_spellings(command), flags_of(command)
+    if unknown := {f"--{name}": as_word(value) for name, value in values.items() if name not in known}:
+        raise unknown_flags(command, unknown)
     arguments: list[str] = []
     for name, value in values.items():
-        if name not in known:
-            raise unknown_flag(command, "--" + name)
         flag = next(iter(successor(name, flags)), None)
         match value:
             case None:
@@ -214,15 +211,3 @@ def mapping_arguments(command: type, values: Mapping[str, object]) -> list[str]:
 
 def as_word(value: object) -> str:
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-
-
-def flatten(content: Mapping[str, object], known: Sequence[str], prefix: str = "") -> list[tuple[str, object]]:
-    """Flatten nested keys to dotted names: `{ds: {zero_stage: 3}}` gives `ds.zero_stage`."""
-    rows: list[tuple[str, object]] = []
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and name not in known:
-            rows += flatten(value, known, f"{name}.")
-        else:
-            rows.append((name, value))
-    return rows

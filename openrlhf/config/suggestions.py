@@ -1,10 +1,13 @@
-"""Names that users of TRL, LLaMA-Factory, verl and Transformers type, and our flags with that meaning.
+"""Names that users of TRL, LLaMA-Factory, verl and Transformers type, and our names with that meaning.
 
 They are not aliases: some differ in meaning (a batch per device, or over all devices), so a run does not guess. The
-error about an unknown flag (`parser.unknown_flag`) names our flag and, in a note, the difference.
+errors about unknown flags and values (`unknown_flags.py`) and `--help` name our flag and, in a note, the difference.
+`CHOICES` does the same for values, and `COMMAND_LINES` for commands.
 """
 
-from collections.abc import Collection
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -108,7 +111,8 @@ SUGGESTIONS = (
     Suggestion("beta", "init_kl_coef", "weight of the KL to the reference"),
     Suggestion("kl_coef kl_loss_coef kl_beta kl_weight", "init_kl_coef beta", "weight of the KL to the reference"),
     Suggestion("kl_penalty kl_type kl_loss_type", "kl_estimator", "k1, k2 or k3"),
-    Suggestion("adv_estimator algorithm algo loss_type", "advantage_estimator", "group_norm is GRPO, gae is PPO"),
+    Suggestion("adv_estimator algorithm algo", "advantage_estimator", "group_norm is GRPO, gae is PPO"),
+    Suggestion("loss_type", "loss_agg_mode", "GRPO itself is --advantage_estimator group_norm"),
     Suggestion("loss_type", "loss"),
     Suggestion("epsilon clip_range cliprange clip_ratio clip_eps", "eps_clip"),
     Suggestion("epsilon_high clip_ratio_high clip_higher", "eps_clip_low_high", "both bounds, such as 0.2 0.28"),
@@ -133,8 +137,77 @@ SUGGESTIONS = (
 )
 
 
-def suggest(name: str, flags: Collection[str]) -> str | None:
-    """Return the flag of a command for a name used elsewhere, with a note if the meaning may differ, or None.
+# Values of flags elsewhere -> the flags to write here. Case and separators do not matter: `Dr. GRPO` is `drgrpo`.
+ESTIMATORS: Mapping[str, str] = {
+    **dict.fromkeys(("grpo", "grpovectorized"), "--advantage_estimator group_norm"),
+    **dict.fromkeys(("drgrpo", "grpodoneright"), "--advantage_estimator dr_grpo"),
+    "ppo": "--advantage_estimator gae",
+    **dict.fromkeys(("reinforce++", "reinforceplusplus", "reinforcepp"), "--advantage_estimator reinforce"),
+    **dict.fromkeys(
+        ("reinforce++baseline", "reinforceplusplusbaseline", "reinforceppbaseline"),
+        "--advantage_estimator reinforce_baseline",
+    ),
+    **dict.fromkeys(("loo", "leaveoneout", "rloovectorized"), "--advantage_estimator rloo"),
+    "dapo": "--advantage_estimator group_norm --dynamic_filtering --eps_clip_low_high 0.2 0.28",
+    "gspo": "--advantage_estimator group_norm --policy_loss_type gspo --eps_clip_low_high 3e-4 4e-4",
+}
+DTYPES: Mapping[str, str] = {
+    **dict.fromkeys(("bfloat16", "torchbfloat16", "bf16mixed"), "--param_dtype bf16"),
+    **dict.fromkeys(("float16", "torchfloat16", "half", "16"), "--param_dtype fp16"),
+    **dict.fromkeys(("float32", "torchfloat32", "float", "32"), "--param_dtype fp32"),
+}
+CHOICES: Mapping[str, Mapping[str, str]] = {  # by flag
+    "advantage_estimator": ESTIMATORS,
+    "policy_loss_type": {name: words for name, words in ESTIMATORS.items() if name not in ("ppo", "gspo")},
+    "param_dtype": DTYPES,
+    "kl_estimator": {
+        **dict.fromkeys(("kl", "abs"), "--kl_estimator k1"),
+        "mse": "--kl_estimator k2",
+        **dict.fromkeys(("lowvarkl", "lowvar"), "--kl_estimator k3"),
+    },
+    "optim": dict.fromkeys(("adamw", "adamwtorch", "adamwtorchfused", "adamwhf"), "--optim adam"),
+    "loss_agg_mode": dict.fromkeys(("seqmeantokensumnorm", "drgrpo"), "--loss_agg_mode constant"),
+}
+
+# Names of commands elsewhere -> the command line to write here, after `openrlhf`.
+COMMAND_LINES: Mapping[str, str] = {
+    **{name: f"train_{name}" for name in ("sft", "rm", "dpo", "kto", "kd", "prm", "ppo")},
+    **dict.fromkeys(("finetune", "fine_tune"), "train_sft"),
+    **dict.fromkeys(("pretrain", "pt"), "train_sft --pretrain_mode"),
+    **dict.fromkeys(("reward", "reward_model"), "train_rm"),
+    **dict.fromkeys(("ipo", "cdpo"), "train_dpo"),
+    **dict.fromkeys(("distill", "gkd"), "train_kd"),
+    **dict.fromkeys(("rl", "rlhf"), "train_ppo"),
+    **{
+        name: f"train_ppo {ESTIMATORS[name.replace('_', '')]}"
+        for name in ("grpo", "dr_grpo", "reinforce++", "dapo", "gspo")
+    },
+    **{name: f"train_ppo --advantage_estimator {name}" for name in ("rloo", "reinforce")},
+    "chat": "interactive_chat",
+    **dict.fromkeys(("generate", "inference", "infer", "eval", "evaluate"), "batch_inference"),
+    **dict.fromkeys(("serve", "api"), "serve_rm"),
+    **dict.fromkeys(("merge", "merge_lora"), "lora_combiner"),
+    **dict.fromkeys(("convert", "gguf", "push"), "export"),
+    **dict.fromkeys(("ui", "webui", "web", "board", "dashboard", "logs"), "view"),
+    **dict.fromkeys(("env", "check", "info"), "doctor"),
+    **dict.fromkeys(("config", "new"), "init"),
+    **dict.fromkeys(("data", "dataset"), "preview train_sft"),
+}
+
+
+@dataclass(frozen=True)
+class Suggested:
+    """Our flag for a name used elsewhere, with a note if the meaning may differ."""
+
+    flag: str
+    note: str
+
+    def __str__(self) -> str:
+        return f"--{self.flag} ({self.note})" if self.note else f"--{self.flag}"
+
+
+def suggest(name: str, flags: Collection[str]) -> Suggested | None:
+    """Return the flag of a command for a name used elsewhere, or None.
 
     Of a dotted name, such as verl's `actor_rollout_ref.rollout.n`, the last part counts if the whole is not listed.
     """
@@ -142,5 +215,31 @@ def suggest(name: str, flags: Collection[str]) -> str | None:
         for item in SUGGESTIONS:
             known = [flag for flag in item.flags.split() if flag in flags]
             if asked in item.names.split() and known:
-                return f"--{known[0]} ({item.note})" if item.note else f"--{known[0]}"
+                return Suggested(known[0], item.note)
     return None
+
+
+def suggest_choice(flag: str, given: str, choices: Sequence[str]) -> str | None:
+    """Return what to write instead of `--flag given`: the words for a value used elsewhere, or a similar choice."""
+    value = without_separators(given)
+    if value in CHOICES.get(flag, {}):
+        return CHOICES[flag][value]
+    similar = {without_separators(choice): choice for choice in choices}
+    near = difflib.get_close_matches(value, similar, n=1)
+    return f"--{flag} {similar[near[0]]}" if near else None
+
+
+def without_separators(text: str) -> str:
+    return re.sub(r"[^a-z0-9+]", "", text.lower())
+
+
+def suggest_commands(words: Sequence[str], commands: Collection[str]) -> list[str]:
+    """Return command lines for a name that is not a command: one used elsewhere, or similar names."""
+    name = words[0].replace("-", "_").lower()
+    joined = "_".join([name, *(word.replace("-", "_").lower() for word in words[1:2])])  # `train sft`
+    for asked in (joined, name, name.removeprefix("train_")):
+        if asked in commands:
+            return [asked]
+        if asked in COMMAND_LINES:
+            return [COMMAND_LINES[asked]]
+    return difflib.get_close_matches(name, commands, n=3)

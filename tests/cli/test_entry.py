@@ -158,7 +158,8 @@ print(sorted(heavy & sys.modules.keys()))
         ([*SFT, "--zero_stage", "9"], "--zero_stage is 9, but must be 0, 1, 2 or 3"),
         ([*SFT, "--zero_stag3"], "--zero_stag3 is not a flag of this command. Try: --zero_stage"),
         ([*SFT, "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
-        (["train_stf"], "unknown command train_stf. Try: train_sft"),
+        (["train_stf"], "unknown command train_stf. Try: openrlhf train_sft"),
+        (["grpo"], "unknown command grpo. Try: openrlhf train_ppo --advantage_estimator group_norm"),
         (["bake"], "unknown command bake. Try: openrlhf --help"),
     ],
 )

@@ -72,6 +72,7 @@ def test_flags_can_come_from_a_file(folder, tmp_path, capsys):
     ("argv", "complaint"),
     [
         (["serve_rm"], "preview: expected a command that reads data, got serve_rm. Try: train_sft or"),
+        (["sft"], "preview: expected a command that reads data, got sft. Try: openrlhf preview train_sft"),
         (["train_sft", "--dataset", "rows.jsonl"], "--pretrain is not given"),
         (["train_sft", "--rosw", "3"], "--rosw is not a flag of this command. Try: --rows"),
         (["train_sft", "--pretrain", "m", "--dataset", "d", "--rows", "-1"], "--rows is -1, but must be 0 or more"),

@@ -127,6 +127,15 @@ def test_an_older_spelling_shows_the_flag_that_replaces_it():
     assert shown("train_rm", "value_prefix_head") == shown("train_rm", "value_head_prefix")
 
 
+def test_a_name_of_another_framework_shows_our_flag():
+    text = shown("train_ppo", "num_generations")
+    assert text.startswith("num_generations in other frameworks: --n_samples_per_prompt\n\n")
+    assert text.endswith(shown("train_ppo", "n_samples_per_prompt"))
+    named_twice = shown("train_ppo", "beta")  # also a part of our names
+    assert {"ema_beta", "adam_betas", "init_kl_coef"} <= set(flags_in(named_twice))
+    assert "beta in other frameworks: --init_kl_coef (weight of the KL to the reference)" in named_twice
+
+
 def test_every_flag_can_be_shown_in_full():
     for name in flags_of(RLConfig):
         assert shown("train_ppo_ray", name).startswith(f"--{name}\n")

@@ -128,7 +128,7 @@ def test_what_files_and_the_environment_give_counts_as_given(workspace):
 
 
 def test_weights_have_two_ways_to_travel(workspace):
-    with pytest.raises(ConfigError, match=r"--vllm_sync_backend: invalid choice: 'banana'.*nccl"):
+    with pytest.raises(ConfigError, match=r"--vllm_sync_backend: expected nccl or gloo, got 'banana'"):
         parse_given(COMMANDS["train_ppo"], ["--vllm_sync_backend", "banana"], environ={})
 
 

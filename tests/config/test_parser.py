@@ -213,7 +213,8 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flags(file):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("a: [1", "is not YAML"),
+        ("a: [1", "is not YAML: line 1: expected ',' or ']'"),
+        ("seed: 1\nds:\n  a: 1\n b: 2\n", "is not YAML: line 4: "),
         ("just words", "contains no flags"),
         ("", "contains no flags"),
         ("- a\n- b", "contains no flags"),
@@ -234,8 +235,21 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     assert "is not YAML" in refusal(SFTConfig, "--config", str(tmp_path / "image.yaml"))
 
 
-def test_a_wrong_value_in_a_file_names_its_flag(file):
-    assert "--zero_stage" in refusal(SFTConfig, "--config", file("zero_stage: two"))
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("seed: 1\nzero_stage: two\n", ", line 2: --zero_stage: invalid int value: 'two'"),
+        ("seed: 1\nds:\n  zero_stage: two\n", ", line 3: --zero_stage: invalid int value: 'two'"),
+        ("# comment\n\noptim: adamw\n", ", line 3: --optim: expected adam or muon, got 'adamw'. Try: --optim adam"),
+        ("packing_samples: perhaps\n", ", line 1: --packing_samples: expected true, false or no value"),
+        ("adam_betas: 0.9\n", ", line 1: --adam_betas: expected 2 arguments"),
+        ("seed: 1\nzero_stage: [1, 2]\n", ", line 2: --zero_stage: expected one value, got [1, 2]"),
+        ("lr: 1\nseed: 1\nepochs: 2\n", ", lines 1 and 3: --lr and --epochs are not flags of this command. Try: --l"),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file_and_the_line(file, text, complaint):
+    path = file(text)
+    assert refusal(SFTConfig, "--config", path).startswith(f"in --config {path}{complaint}")
 
 
 # the environment

@@ -1,11 +1,15 @@
-"""Flags of other frameworks: the error names our flag, and says where the meaning differs."""
+"""Names of other frameworks: the error names our flag, value or command, and says where the meaning differs."""
+
+import shlex
+from typing import get_args
 
 import pytest
 
+from openrlhf.cli.main import SUMMARIES
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.flags import flags_of
+from openrlhf.config.flags import flags_of, without_none
 from openrlhf.config.parser import parse
-from openrlhf.config.suggestions import SUGGESTIONS
+from openrlhf.config.suggestions import CHOICES, COMMAND_LINES, SUGGESTIONS, suggest_commands
 from openrlhf.errors import ConfigError
 
 TYPED = [  # command, typed flag, suggested flag and note
@@ -64,3 +68,74 @@ def test_a_key_of_a_file_gets_the_same_answer(tmp_path):
     (tmp_path / "run.yaml").write_text("num_train_epochs: 3\n")
     with pytest.raises(ConfigError, match="Try: --max_epochs"):
         parse(COMMANDS["train_sft"], ["--config", str(tmp_path / "run.yaml")], environ={})
+
+
+def refusal(command, *argv):
+    with pytest.raises(ConfigError) as caught:
+        parse(COMMANDS[command], argv, environ={})
+    return str(caught.value)
+
+
+def test_all_unknown_flags_are_answered_together():
+    assert refusal("train_sft", "--lr", "1e-5", "--seed", "1", "-epochs", "2", "--xyzzy", "-1", "--zero=3") == (
+        "--lr, -epochs, --xyzzy and --zero are not flags of this command. Try: --learning_rate instead of --lr;"
+        " --max_epochs (passes over the data) instead of -epochs; --zero_stage instead of --zero;"
+        " --help all for all flags"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("--advantage_estimator grpo", "--advantage_estimator group_norm"),
+        ("--advantage_estimator GRPO", "--advantage_estimator group_norm"),
+        ("--advantage_estimator=reinforce++", "--advantage_estimator reinforce"),
+        ("--advantage_estimator REINFORCE++-baseline", "--advantage_estimator reinforce_baseline"),
+        ("--advantage_estimator 'Dr. GRPO'", "--advantage_estimator dr_grpo"),
+        ("--advantage_estimator dr_grpo_loss", "--advantage_estimator dr_grpo"),
+        ("--advantage_estimator ppo", "--advantage_estimator gae"),
+        ("--advantage_estimator xyzzy", "openrlhf train_ppo --help advantage_estimator"),
+        ("--policy_loss_type grpo", "--advantage_estimator group_norm"),
+        ("--param_dtype bfloat16", "--param_dtype bf16"),
+        ("--kl_estimator low_var_kl", "--kl_estimator k3"),
+        ("--algo grpo", "--advantage_estimator group_norm"),
+        ("--algorithm.adv_estimator=reinforce_plus_plus", "--advantage_estimator reinforce"),
+        ("--dtype torch.float16", "--param_dtype fp16"),
+    ],
+)
+def test_a_value_used_elsewhere_gets_ours(typed, written):
+    with pytest.raises(ConfigError) as caught:
+        parse(COMMANDS["train_ppo"], shlex.split(typed), prog="openrlhf train_ppo", environ={})
+    assert caught.value.try_this == written
+
+
+def test_every_value_is_answered_with_flags_that_parse():
+    for flag, answers in CHOICES.items():
+        for value, written in answers.items():
+            choices = get_args(without_none(flags_of(COMMANDS["train_ppo"])[flag].type))
+            assert value not in choices
+            parse(COMMANDS["train_ppo"], written.split(), environ={})
+
+
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("sft", ["train_sft"]),
+        ("train sft", ["train_sft"]),
+        ("grpo --pretrain x", ["train_ppo --advantage_estimator group_norm"]),
+        ("train-grpo", ["train_ppo --advantage_estimator group_norm"]),
+        ("GRPO", ["train_ppo --advantage_estimator group_norm"]),
+        ("chat", ["interactive_chat"]),
+        ("train_dpoo", ["train_dpo"]),
+        ("xyzzy", []),
+    ],
+)
+def test_a_command_used_elsewhere_gets_ours(typed, written):
+    assert suggest_commands(typed.split(), SUMMARIES)[:1] == written
+
+
+def test_every_command_line_names_a_command_and_parses():
+    for name, line in COMMAND_LINES.items():
+        command, *argv = line.removeprefix("preview ").split()
+        assert name not in SUMMARIES
+        parse(COMMANDS[command], argv, environ={})

@@ -375,7 +375,7 @@ def test_too_few_devices_are_rejected():
 
 MISTAKES = {
     "--eval_task is not given": {"eval_task": None},
-    "invalid choice: 'generates'": {"eval_task": "generates"},
+    "expected generate_vllm, generate or rm, got 'generates'": {"eval_task": "generates"},
     "nowhere.jsonl: no such file": {"dataset": "nowhere.jsonl"},
     "--post_processor rs needs rewards": {"post_processor": "rs"},
     "--iter 3 with --rollout_batch_size 4 begins at row 12": {"iter": 3, "rollout_batch_size": 4},

@@ -1,0 +1,68 @@
+"""Errors about flags and values that a command does not have: each says what to write instead.
+
+All unknown flags of a command line are reported together, because a user who comes from another framework often has
+several of them. `suggestions.py` has the names that other frameworks use.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from openrlhf.config.aliases import known_spellings
+from openrlhf.config.flags import flags_of, without_none
+from openrlhf.config.suggestions import suggest, suggest_choice
+from openrlhf.errors import ConfigError
+
+NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
+ALL_FLAGS = "--help all for all flags"
+
+
+def unknown_words(command: type, words: Sequence[str]) -> ConfigError:
+    """Build the error about the words of a command line that are neither flags nor their values."""
+    flags: dict[str, str] = {}
+    for word in words:
+        if word.startswith("-") and not NEGATIVE_NUMBER.match(word):
+            name, _, value = word.partition("=")
+            flags.setdefault(name, value)
+        elif flags:
+            *_, last = flags
+            flags[last] = flags[last] or word
+    if not flags:
+        return ConfigError(f"expected a flag, got {words[0]!r}", try_this="put quotes around values with spaces")
+    return unknown_flags(command, flags)
+
+
+def unknown_flags(command: type, given: Mapping[str, str]) -> ConfigError:
+    """Build the error about unknown flags, as typed, with their values."""
+    hints = {flag: what_to_write(command, flag.lstrip("-"), value) for flag, value in given.items()}
+    if len(hints) == 1:
+        ((flag, hint),) = hints.items()
+        return ConfigError(f"{flag} is not a flag of this command", try_this=hint or ALL_FLAGS)
+    *others, last = hints
+    fixes = [f"{hint} instead of {flag}" for flag, hint in hints.items() if hint]
+    if len(fixes) < len(hints):
+        fixes.append(ALL_FLAGS)
+    return ConfigError(f"{', '.join(others)} and {last} are not flags of this command", try_this="; ".join(fixes))
+
+
+def what_to_write(command: type, name: str, value: str) -> str | None:
+    """Return our flag for a name used elsewhere, with its value if that has another name, too; else similar flags."""
+    flags = flags_of(command)
+    if suggested := suggest(name, flags):
+        choices = get_args(without_none(flags[suggested.flag].type))
+        with_value = suggest_choice(suggested.flag, value, choices) if value and choices else None
+        return with_value or str(suggested)
+    known = ["config", *known_spellings(command)]
+    near = [match for match in known if match.startswith(name)][:3]
+    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return " or ".join(f"--{match}" for match in near) or None
+
+
+def wrong_choice(flag: str, given: str, choices: Sequence[str], prog: str) -> ConfigError:
+    """Build the error about a value that is not among a flag's choices."""
+    *others, last = choices
+    return ConfigError(
+        f"--{flag}: expected {', '.join(others)} or {last}, got {given!r}",
+        try_this=suggest_choice(flag, given, choices) or f"{prog} --help {flag}",
+    )
