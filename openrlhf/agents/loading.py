@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
+from openrlhf.agents.foreign_rewards import must_be_ours
 from openrlhf.errors import ConfigError
 
 # A reward function with the arguments (queries, prompts, labels).
@@ -54,6 +55,9 @@ def find_reward(module: ModuleType, file: str, *, flag: str = "--remote_rm_url")
     """Return the file's reward_func, adapted to (queries, prompts, labels)."""
     found = vars(module).get("reward_func")
     if not callable(found):
+        for name, value in vars(module).items():
+            if inspect.isfunction(value) and value.__module__ == module.__name__:
+                must_be_ours(value, f"{name} in {file}")
         raise ConfigError(
             f"{flag} {file} has no function reward_func; it defines {defined_names(module)}",
             try_this="def reward_func(queries, prompts, labels): ...",
@@ -66,6 +70,7 @@ def adapt_reward(function: Callable[..., object], name: str) -> RewardFunction:
 
     It may take three positional arguments, or two and optionally a keyword argument `labels`.
     """
+    must_be_ours(function, name)
     parameters = inspect.signature(function).parameters
     kinds = [item.kind for item in parameters.values()]
     accepted = 3 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in POSITIONAL for kind in kinds)

@@ -42,6 +42,45 @@ def test_reward_function_with_another_signature_is_rejected(signature):
         adapt_reward(space["reward_func"], "x.py")
 
 
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (
+            "def reward_func(prompts, completions, **kwargs):\n    return [float(len(text)) for text in completions]",
+            "reward_func in {file} takes (prompts, completions, **kwargs), like a reward of TRL: expected (queries,",
+        ),
+        (
+            "def long(completions, answer, **kwargs):\n    return [len(a) * 2.0 - 1 for a in answer]",
+            "long in {file} takes (completions, answer, **kwargs), like a reward of TRL",
+        ),
+        (
+            "def compute_score(data_source, solution_str, ground_truth):\n    return len(solution_str)",
+            "compute_score in {file} takes (data_source, solution_str, ground_truth), like a reward of verl",
+        ),
+    ],
+    ids=["trl", "trl_column", "verl"],
+)
+def test_a_reward_of_another_framework_is_explained_with_a_wrapper_that_works(write, source, complaint):
+    file = write(source)
+    with pytest.raises(ConfigError) as error:
+        find_reward(load_module(file), file)
+    assert complaint.format(file=file) in str(error.value)
+    what, _, wrapper = str(error.value.try_this).partition("\n")
+    if what != "add":
+        assert what == "call it trl_reward, and add"
+        source = source.replace("reward_func", "trl_reward")
+    mended = write(f"{source}\n\n\n{wrapper}\n", "mended.py")
+    score = find_reward(load_module(mended), mended)
+    assert score(["1+1=two"], ["1+1="], ["xx"]) == [3.0]
+
+
+@pytest.mark.parametrize("signature", ["queries, prompts, labels, completions=None", "completions, prompts, labels"])
+def test_a_reward_with_our_arguments_may_call_one_of_them_completions(signature):
+    space = {}
+    exec(f"def reward_func({signature}): return 1.0", space)
+    assert adapt_reward(space["reward_func"], "x.py")(["q"], ["p"], ["l"]) == 1.0
+
+
 def test_file_without_the_required_function_lists_what_it_defines(write):
     file = write("import os\ndef score(): ...\nclass Agent: ...")
     with pytest.raises(ConfigError, match=r"no function reward_func; it defines score, Agent\. Try: def reward_func"):
