@@ -14,6 +14,7 @@ from openrlhf.cluster.doctor.host import host_findings, port_findings
 from openrlhf.cluster.doctor.packages import PACKAGES, Package, inspect_package, requirement_of
 from openrlhf.cluster.doctor.report import examine, render
 from openrlhf.cluster.doctor.services import hub_findings
+from openrlhf.config.checks.extras import pip_install
 from tests.commands import ROOT
 
 WITHOUT_TORCH = """
@@ -79,9 +80,12 @@ def test_packages_are_judged_by_what_ours_requires():
         finding.subject for finding in examine(online=False) if finding.status == "ok"
     }
     needed = inspect_package(Package("no-such-package", "everything"))
-    assert (needed.status, needed.fix) == ("broken", "pip install .")
+    assert (needed.status, needed.fix) == ("broken", f"{pip_install()} .")
     optional = inspect_package(Package("no-such-package", "speed", "liger"))
-    assert optional == Diagnosis("Packages", "no-such-package", "not installed (speed): pip install '.[liger]'", "note")
+    missing = f"not installed (speed): {pip_install()} '.[liger]'"
+    assert optional == Diagnosis("Packages", "no-such-package", missing, "note")
+    (server,) = (package for package in PACKAGES if package.name == "fastapi")
+    assert server.extra == "view"  # serve would also install what only serve_rm needs
     torch = requirement_of("torch")
     assert torch is not None
     assert not torch.specifier.contains("1.0")

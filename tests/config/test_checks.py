@@ -9,6 +9,7 @@ import pytest
 
 import openrlhf
 from openrlhf.config.check import RULES, check
+from openrlhf.config.checks.extras import is_editable, pip_install
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.parser import parse
@@ -858,3 +859,11 @@ def test_a_missing_extra_gives_its_pip_command(workspace):
     assert len(said) == len(NEEDED), done
     for line, (package, extra) in zip(said, NEEDED.values(), strict=True):
         assert f"needs {package}, which is not installed. Try: pip install '.[{extra}]'" in line
+
+
+def test_an_editable_installation_stays_one():
+    assert is_editable('{"dir_info": {"editable": true}, "url": "file:///work"}')
+    assert not is_editable('{"dir_info": {}, "url": "file:///work"}')
+    assert not is_editable('{"archive_info": {}, "url": "file:///work/openrlhf.whl"}')
+    assert not is_editable(None)
+    assert pip_install() in ("pip install", "pip install -e")

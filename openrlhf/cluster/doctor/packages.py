@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
 from openrlhf.cluster.doctor.findings import Diagnosis
+from openrlhf.config.checks.extras import pip_install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -42,7 +43,7 @@ PACKAGES = (
     Package("liger-kernel", "fused kernels, with --use_liger_kernel", "liger"),
     Package("wandb", "Weights & Biases, with --use_wandb", "wandb"),
     Package("trackio", "Trackio, with --use_trackio", "trackio"),
-    Package("fastapi", "the page of runs (view), and serving reward models (serve_rm)", "serve"),
+    Package("fastapi", "the page of runs, view; for serve_rm, the extra is serve", "view"),
     Package("gguf", "files for Ollama and llama.cpp, with export --gguf", "export"),
     Package("flash-attn", "optional; PyTorch has its own varlen kernel", "", ours=False),
     Package("flash-linear-attention", "faster linear-attention models, such as Qwen3-Next", "", ours=False),
@@ -64,9 +65,9 @@ def inspect_package(package: Package) -> Diagnosis:
     """Compare the installed version of a package with what ours requires."""
     installed = installed_version(package.name)
     if installed is None:
-        install = f"pip install '.[{package.extra}]'" if package.ours else f"pip install {package.name}"
         if package.extra is None:
-            return Diagnosis(AREA, package.name, f"missing ({package.use})", "broken", "pip install .")
+            return Diagnosis(AREA, package.name, f"missing ({package.use})", "broken", f"{pip_install()} .")
+        install = f"{pip_install()} '.[{package.extra}]'" if package.ours else f"pip install {package.name}"
         return Diagnosis(AREA, package.name, f"not installed ({package.use}): {install}", "note")
     requirement = requirement_of(package.name)
     if requirement is not None and not requirement.specifier.contains(installed, prereleases=True):

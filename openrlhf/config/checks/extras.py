@@ -1,5 +1,8 @@
 """Rules about optional packages: if a flag needs a missing package, the error contains the pip command."""
 
+import json
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 
 from openrlhf.config.commands import BatchInferenceConfig, RLConfig, ServeRMConfig, ViewConfig
@@ -19,12 +22,27 @@ EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora", "gguf": "export"}
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
+@cache
+def pip_install() -> str:
+    """Return `pip install`, or `pip install -e` if this package is a link to its checkout, so that it stays one."""
+    try:
+        record = distribution("openrlhf").read_text("direct_url.json")
+    except PackageNotFoundError:
+        record = None
+    return "pip install -e" if is_editable(record) else "pip install"
+
+
+def is_editable(record: str | None) -> bool:
+    """Return whether an installer's direct_url.json (PEP 610) describes an editable installation."""
+    return bool(record) and bool(json.loads(record).get("dir_info", {}).get("editable"))
+
+
 def require(package: str, needed_by: str, extra: str | None = None) -> None:
     """Raise an error with the pip command if a package is not installed, without importing it."""
     if find_spec(package) is None:
         extra = extra or EXTRA_OF.get(package, package)
         raise MissingExtraError(
-            f"{needed_by} needs {package}, which is not installed", try_this=f"pip install '.[{extra}]'"
+            f"{needed_by} needs {package}, which is not installed", try_this=f"{pip_install()} '.[{extra}]'"
         )
 
 
