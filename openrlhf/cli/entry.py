@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 
 from openrlhf.api.start import prepare, run
+from openrlhf.cli.next_steps import next_steps
+from openrlhf.config.commands import TrainingConfig
 from openrlhf.errors import OpenRLHFError
 from openrlhf.monitor import is_main_process, say
 from openrlhf.signals import INTERRUPTED, exit_on_signals
@@ -60,6 +62,9 @@ def make_main(name: str) -> Callable[..., None]:
 
     @command
     def main(argv: Sequence[str]) -> None:
-        run(name, prepare(name, argv))
+        config = prepare(name, argv)
+        result = run(name, config)
+        if isinstance(config, TrainingConfig) and result is not None:  # not a dry run
+            say(next_steps(config))
 
     return main

@@ -1,12 +1,14 @@
 """Files that a run writes: metrics under their public names, flags and versions; and what dashboards get."""
 
 import json
+import shlex
 import sqlite3
 import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from openrlhf.api.start import prepare
 from openrlhf.monitor import LoggedSample, Monitor
 from openrlhf.training.metric_sinks import Trackio, Wandb
 from tests.rl.toy_task import SMALL, make_prompts, read_rollouts, task_flags
@@ -53,6 +55,29 @@ def test_metrics_keep_their_names(command, tmp_path, train, models):
     assert train_names | TRAIN <= set(ran.metrics[1])
     assert eval_names <= set(ran.metrics[0])
     assert not any(name.startswith("_") for line in ran.metrics for name in line)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "rows", "suggested"),
+    [
+        ("train_sft", ANSWERS, answers(8), ["view", "interactive_chat"]),
+        ("train_sft", ANSWERS | {"lora_rank": 2, "save_path": "my adapter"}, answers(8), ["view", "lora_combiner"]),
+        ("train_rm", PAIRS | {"run_dir": "elsewhere"}, pairs(8), ["view", "serve_rm"]),
+        ("train_prm", STEPS, steps(8), ["view"]),
+    ],
+    ids=["sft", "lora", "rm", "prm"],
+)
+def test_a_run_ends_with_commands_that_work_on_its_results(command, flags, rows, suggested, tmp_path, train, capsys):
+    flags = flags | dataset_flags(tmp_path, rows, rows[:2])
+    train(command, **flags, dry_run=True)
+    assert "next: " not in capsys.readouterr().err
+    train(command, **flags)
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert not any("next: " in line for line in lines)
+    commands = [shlex.split(line) for line in last.removeprefix("openrlhf: next: ").split(", or ")]
+    assert [words[:2] for words in commands] == [["openrlhf", name] for name in suggested]
+    for _, name, *argv in commands:
+        prepare(name, argv)  # checks that the folders exist and hold what the command needs
 
 
 def test_the_learning_rate_warms_up_and_decays(tmp_path, train):
