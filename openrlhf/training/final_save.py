@@ -1,7 +1,8 @@
 """Saves the trained model even if the disk is full or read-only.
 
-`warn_if_too_full` checks the free space before training starts. `FinalSave` saves the trained model in --save_path or,
-if that fails, in another folder. If no disk has room, it waits and retries.
+Before training starts, `warn_if_too_full` checks the free space, and `warn_if_replaced` looks for an earlier model.
+`FinalSave` saves the trained model in --save_path or, if that fails, in another folder. If no disk has room, it waits
+and retries.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ def warn_if_too_full(config: TrainingConfig) -> None:
             f"the model will not fit in --save_path {folder}: it needs {show(needed)}, but {show(free)} are free."
             f" Try: make room while the run trains, or another --save_path"
         )
+
+
+def warn_if_replaced(config: TrainingConfig) -> None:
+    """Print a line if --save_path holds a model that the trained one will replace; a resumed run replaces its own."""
+    folder = Path(config.checkpoints.save_path)
+    names = MARKERS[1:] if config.lora.lora_rank else MARKERS  # an adapter leaves the model next to it alone
+    if not config.checkpoints.load_checkpoint and any((folder / name).exists() for name in names):
+        say(f"--save_path {folder} has a model, which this run will replace. Try: another --save_path to keep it")
 
 
 class FinalSave:

@@ -42,8 +42,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
-def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if it does not exist; `flag` names it in messages.
+def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE, *, instead: str = "") -> Iterator[None]:
+    """Hold the lock of a folder, which is created if it does not exist.
+
+    `flag` names the folder in messages; `instead` is a command line that avoids a conflict with another run.
 
     Raise ConfigError if another run holds the lock. On exit, the file is removed, and so are folders that were created
     for it and are still empty.
@@ -55,7 +57,7 @@ def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE) -> Iterator[None
     except BlockingIOError:
         raise ConfigError(
             f"{flag} {folder} is in use by another run{_holder(folder / file)}",
-            try_this=f"another {flag}, or wait until that run ends",
+            try_this=f"{instead or f'another {flag}'}, or wait until that run ends",
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -77,13 +79,14 @@ def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE) -> Iterator[None
 
 
 @contextmanager
-def hold_folders(folders: Mapping[str, Path]) -> Iterator[None]:
+def hold_folders(folders: Mapping[str, Path], instead: Mapping[str, str] | None = None) -> Iterator[None]:
     """Hold the locks of several folders, keyed by flag; a folder that two flags name is locked once."""
+    instead = instead or {}
     locked: set[Path] = set()
     with ExitStack() as stack:
         for flag, folder in folders.items():
             if folder.resolve() not in locked:
-                stack.enter_context(hold_folder(folder, flag))
+                stack.enter_context(hold_folder(folder, flag, instead=instead.get(flag, "")))
                 locked.add(folder.resolve())
         yield
 

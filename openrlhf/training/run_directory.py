@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from openrlhf.monitor import Monitor, Sink, is_main_process, say
 from openrlhf.training import atomic_folder, checkpoint
 from openrlhf.training.disk_space import disk_failure, replace_file
 from openrlhf.training.earlier_run import CONFIG_FILE, has_record, set_earlier_run_aside
-from openrlhf.training.final_save import warn_if_too_full
+from openrlhf.training.final_save import warn_if_replaced, warn_if_too_full
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.folder_lock import hold_folders
 from openrlhf.training.manifest import must_be_private
@@ -52,13 +53,29 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
         yield
         return
     save_path, ckpt_path = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path)
-    with hold_folders({"--save_path": save_path, "--ckpt_path": ckpt_path, "--run_dir": run_folder(config)}):
+    folders = {"--save_path": save_path, "--ckpt_path": ckpt_path, "--run_dir": run_folder(config)}
+    with hold_folders(folders, free_folders(config)):
         atomic_folder.remove_leftovers(ckpt_path, checkpoint.is_checkpoint_name)
         exports = (save_path.name, f"{save_path.name}_critic")
         for folder in (save_path.parent, save_path):
             atomic_folder.remove_leftovers(folder, lambda name: name in exports)
         warn_if_too_full(config)
+        warn_if_replaced(config)
         yield
+
+
+def free_folders(config: TrainingConfig) -> dict[str, str]:
+    """Return, for each flag whose folder another run may use, the flags with which both can run.
+
+    All runs of a command share the default --ckpt_path, as in OpenRLHF.
+    """
+    save_path, ckpt_path = Path(config.checkpoints.save_path), config.checkpoints.ckpt_path
+    other = save_path.with_name(f"{save_path.name}_2") if save_path.name else save_path / "2"
+    own_checkpoints = f"--ckpt_path {shlex.quote(str(save_path / 'checkpoints'))}"
+    both = [f"--save_path {shlex.quote(str(other))}"]
+    if ckpt_path == type(config)().checkpoints.ckpt_path:
+        both.append(f"--ckpt_path {shlex.quote(str(other / 'checkpoints'))}")
+    return {"--save_path": " ".join(both), "--ckpt_path": own_checkpoints}
 
 
 def shown_flags(config: object) -> dict[str, object]:

@@ -251,16 +251,21 @@ def test_a_second_run_in_the_same_folders_is_refused(tmp_path, case, capsys):
     process = start_command(tmp_path, command, flags)
     metrics = tmp_path / "first" / "run" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
-    for flag, more in {
-        "--save_path first": {},
-        "--ckpt_path first_ckpt": {"save_path": "other"},
-        "--run_dir first/run": {"save_path": "other", "ckpt_path": "other_ckpt", "run_dir": "first/run"},
+    for flag, (more, fix) in {
+        "--save_path first": ({}, "--save_path first_2"),
+        "--ckpt_path first_ckpt": ({"save_path": "an other"}, "--ckpt_path 'an other/checkpoints'"),
+        "--run_dir first/run": (
+            {"save_path": "an other", "ckpt_path": "other_ckpt", "run_dir": "first/run"},
+            "another --run_dir",
+        ),
     }.items():
         with pytest.raises(SystemExit) as ended:
             run_command(command, flags | more)
         assert ended.value.code == 2
-        assert f"error: {flag} is in use by another run: process " in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
+        error = capsys.readouterr().err
+        assert f"error: {flag} is in use by another run: process " in error
+        assert error.endswith(f" Try: {fix}, or wait until that run ends\n")
+    assert not (tmp_path / "an other").exists()
     assert not (tmp_path / "other_ckpt").exists()
     kill(process.pid)
     process.wait(DEADLINE)
@@ -271,11 +276,14 @@ def test_a_second_start_keeps_the_metrics_of_the_first(tmp_path, case, capsys):
     command, flags = case("sft", "twice", max_steps=2)
     first = finish(tmp_path, command, flags)
     content = (first.save_path / "run" / "metrics.jsonl").read_text()
+    assert "has a model" not in capsys.readouterr().err
     finish(tmp_path, command, flags | {"max_steps": 1})
+    said = capsys.readouterr().err
+    assert "--save_path twice has a model, which this run will replace. Try: another" in said
     (earlier,) = (first.save_path / "run" / "earlier").iterdir()
     assert (earlier / "metrics.jsonl").read_text() == content
     assert json.loads((earlier / "config.json").read_text())["flags"]["max_steps"] == 2
-    assert f"the record of an earlier run is now in twice/run/earlier/{earlier.name}" in capsys.readouterr().err
+    assert f"the record of an earlier run is now in twice/run/earlier/{earlier.name}" in said
 
 
 def test_a_mistyped_checkpoint_folder_is_an_error_and_not_a_new_run(tmp_path, case, capsys):
