@@ -89,6 +89,8 @@ def make_run(save_path, *, steps=30, recorded=3, flags=None):
     rows = [("eval", 0, {"eval_default_reward": 0.1})]
     for step in range(1, steps + 1):
         values = {
+            "return": 0.0,
+            "group_reward_std": 0.3,
             "reward": step / steps,
             "kl": 0.01 * step,
             "entropy": 2 - step / steps,

@@ -124,6 +124,9 @@ def test_curves_are_drawn_in_groups_and_overlaid(page):
         *("Reward", "Evaluation", "Losses", "KL", "Entropy", "Length", "Clip fraction", "Engine and trainer"),
         *("Time per phase", "Optimizer", "More"),
     ]
+    first = page.locator(".group").first.locator(".metric").all_inner_texts()
+    assert first[:3] == ["reward", "score", "group_reward_std"]
+    assert first[-1] == "return"  # flat with group estimators
     assert has_ink(page, ".chart canvas")
     assert chart(page, "reward").locator(".readout li").all_inner_texts() == [
         "grpo\n1",

@@ -18,11 +18,14 @@ const GROUPS = [
 const FIRST = [
   "train/reward",
   "train/score",
+  "train/group_reward_std",
   "train/acc_mean",
   "train/kl",
   "train/response_length",
   "train/policy_loss",
 ];
+// Curves that come last: with group estimators, such as GRPO, the mean return is about 0 at every step.
+const LAST = ["train/return"];
 const ORDER = [
   ...["Reward", "Evaluation", "Losses", "KL", "Entropy", "Length", "Clip fraction", "Engine and trainer"],
   ...["Throughput", "Time per phase", "Optimizer", "More"],
@@ -39,11 +42,12 @@ function groupOf(curve) {
   return GROUPS.find((group) => (group.kind ?? "train") === kind && group.pattern.test(name))?.title ?? "More";
 }
 
-/** Return [title, curves] for each group that has curves; after FIRST, curves keep the order of the metrics file. */
+/** Return [title, curves] for each group that has curves; between FIRST and LAST, they keep the metrics file's order. */
 export function grouped(curves) {
   const sorted = [
     ...FIRST.filter((curve) => curves.includes(curve)),
-    ...curves.filter((curve) => !FIRST.includes(curve)),
+    ...curves.filter((curve) => !FIRST.includes(curve) && !LAST.includes(curve)),
+    ...LAST.filter((curve) => curves.includes(curve)),
   ];
   return ORDER.map((title) => [title, sorted.filter((curve) => groupOf(curve) === title)]).filter(
     ([, members]) => members.length > 0,
