@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.config.commands import SFTConfig
 from openrlhf.training.atomic_folder import writing
 from openrlhf.training.checkpoint import write_state
+from openrlhf.training.run_directory import free_folders
 from tests.commands import (
     DEADLINE,
     FAST,
@@ -270,6 +272,11 @@ def test_a_second_run_in_the_same_folders_is_refused(tmp_path, case, capsys):
     kill(process.pid)
     process.wait(DEADLINE)
     run_command(command, flags | {"max_steps": 1})  # the lock ended with its process
+
+
+def test_a_run_with_the_default_folders_gets_two_others():
+    both = "--save_path ckpt_2 --ckpt_path ckpt_2/checkpoints"
+    assert free_folders(SFTConfig()) == {"--save_path": both, "--ckpt_path": "--ckpt_path ckpt/checkpoints"}
 
 
 def test_a_second_start_keeps_the_metrics_of_the_first(tmp_path, case, capsys):
