@@ -58,7 +58,7 @@ def main() -> None:
     run(f"train_rm --pretrain {where}/sft {pairs} --learning_rate 1e-3 {small} --save_path {where}/rm")
 
     prompts = (
-        f"--prompt_data {where}/prompts.jsonl --label_key label --prompt_max_len 32 --generate_max_len {DIGITS + 2} "
+        f"--prompt_data {where}/prompts.jsonl --prompt_max_len 32 --generate_max_len {DIGITS + 2} "
         "--micro_train_batch_size 256 --micro_rollout_batch_size 256 --lr_warmup_ratio 0.05"
     )
     run(
@@ -68,7 +68,8 @@ def main() -> None:
     )
     against_model = accuracy(folder / "ppo", held_out)
     run(
-        f"train_ppo --pretrain {where}/sft --remote_rm_url {reward} {prompts} --advantage_estimator group_norm "
+        f"train_ppo --pretrain {where}/sft --remote_rm_url {reward} --label_key label {prompts} "
+        f"--advantage_estimator group_norm "
         f"--n_samples_per_prompt 8 --rollout_batch_size 32 --train_batch_size 128 --actor_learning_rate 3e-4 "
         f"--init_kl_coef 0 --max_steps 100 --save_path {where}/grpo"
     )
