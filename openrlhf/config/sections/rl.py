@@ -61,7 +61,9 @@ class RolloutFlags:
     micro_rollout_batch_size: int = flag(8, "Samples per forward pass for log-probs, values and rewards.", POSITIVE)
     num_episodes: int = flag(1, "Passes over the prompts.", POSITIVE)
     prompt_max_len: int = flag(1024, "Maximum tokens per prompt; unused if --max_len is given.", POSITIVE)
-    generate_max_len: int = flag(GENERATE_MAX_LEN, "Maximum tokens per response; see also --max_len.", POSITIVE)
+    generate_max_len: int = flag(
+        GENERATE_MAX_LEN, "Older name of --max_new_tokens; it also counts for the default of --max_len.", POSITIVE
+    )
     max_len: int | None = flag(
         None,
         "Maximum tokens in prompt and response together (default: --prompt_max_len + --generate_max_len).",
