@@ -32,7 +32,7 @@ def must_be_ours(function: Callable[..., object], name: str) -> None:
     rename = "" if renamed == own else f"call it {renamed}, and "
     raise ConfigError(
         f"{name} takes {inspect.signature(function)}, like a reward of {framework}: expected {OURS}, in which each"
-        " query is a prompt with its response",
+        " query is a prompt with its response and the EOS token that ended it",
         try_this=f"{rename}add\ndef reward_func{OURS}:\n    return {body.format(name=renamed)}",
     )
 
