@@ -7,7 +7,7 @@ Such a function could often be called with our arguments and would return wrong 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from openrlhf.errors import ConfigError
 
@@ -22,7 +22,7 @@ def must_be_ours(function: Callable[..., object], name: str) -> None:
     parameters = inspect.signature(function).parameters
     is_ours = "queries" in parameters or list(parameters)[2:3] == ["labels"]
     if "completions" in parameters and not is_ours:
-        framework, body = "TRL", trl_call(parameters.values())
+        framework, body = "TRL", trl_call(parameters)
     elif parameters.keys() >= VERL_ARGUMENTS:
         framework, body = "verl", verl_call()
     else:
@@ -37,12 +37,13 @@ def must_be_ours(function: Callable[..., object], name: str) -> None:
     )
 
 
-def trl_call(parameters: Iterable[inspect.Parameter]) -> str:
-    """Return a call by name, as in TRL; columns of the dataset other than the label are not available."""
-    named = [item.name for item in parameters if item.kind is not inspect.Parameter.VAR_KEYWORD]
-    arguments = ["prompts=prompts"] if "prompts" in named else []
+def trl_call(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return a call by name, as in TRL; the first column of the dataset that it requires is taken for the label."""
+    arguments = ["prompts=prompts"] if "prompts" in parameters else []
     arguments.append(f"completions=[{RESPONSE} for query, prompt in zip(queries, prompts)]")
-    columns = [name for name in named if name not in TRL_ARGUMENTS]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [name for name, item in parameters.items() if item.default is item.empty and item.kind not in variadic]
+    columns = [name for name in required if name not in TRL_ARGUMENTS]
     arguments += [f"{name}=labels" for name in columns[:1]]
     return f"{{name}}({', '.join(arguments)})"
 

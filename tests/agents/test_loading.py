@@ -50,8 +50,8 @@ def test_reward_function_with_another_signature_is_rejected(signature):
             "reward_func in {file} takes (prompts, completions, **kwargs), like a reward of TRL: expected (queries,",
         ),
         (
-            "def long(completions, answer, **kwargs):\n    return [len(a) * 2.0 - 1 for a in answer]",
-            "long in {file} takes (completions, answer, **kwargs), like a reward of TRL",
+            "def long(completions, answer, scale=2.0, **kwargs):\n    return [len(a) * scale - 1 for a in answer]",
+            "long in {file} takes (completions, answer, scale=2.0, **kwargs), like a reward of TRL",
         ),
         (
             "def compute_score(data_source, solution_str, ground_truth):\n    return len(solution_str)",
