@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from rl_step import LETTERS, REWARD, make_tokenizer
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+from workload_files import LETTERS, REWARD, make_tokenizer
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "num_hidden_layers": 4}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

@@ -20,50 +20,10 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from workload_files import read_prompts, write_files
+from workloads import find_workload
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-REWARD = """
-def reward_func(queries, prompts, labels):
-    return {"rewards": [sum(map(ord, query[-9:])) % 10 / 10 for query in queries]}
-"""
-SHAPES = {
-    False: {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embeddings": 2048},
-    True: {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    | {"num_key_value_heads": 2, "vocab_size": 1000, "tie_word_embeddings": True, "max_position_embeddings": 2048},
-}
 PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
-
-
-def make_model(folder: Path, shape: dict[str, int]) -> None:
-    """Make a model with random weights, and a tokenizer with a word for each row of the embedding."""
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            Qwen2Config(**shape), dtype=torch.bfloat16 if device == "cuda" else torch.float32
-        )
-    model.save_pretrained(folder)
-    make_tokenizer(shape["vocab_size"]).save_pretrained(folder)
-
-
-def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    words = ["</s>", "<pad>", *LETTERS]
-    words += [f"<{number}>" for number in range(len(words), vocabulary)]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
-
-
-def make_task(folder: Path, args: argparse.Namespace) -> None:
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randint(len(LETTERS), (args.prompts * args.steps, args.prompt_length), generator=generator)
-    rows = ["".join(LETTERS[place] for place in row) for row in places.tolist()]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
 
 
 def flags(folder: Path, args: argparse.Namespace) -> list[str]:
@@ -132,7 +92,7 @@ def vllm_alone(folder: Path, args: argparse.Namespace) -> None:
         enforce_eager=args.tiny,
         logprobs_mode="processed_logprobs",
     )
-    texts = [json.loads(line)["input"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    texts = read_prompts(folder)
     params = vllm.SamplingParams(
         max_tokens=args.new_tokens, min_tokens=args.new_tokens, temperature=1.0, logprobs=0, detokenize=False
     )
@@ -158,17 +118,16 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="flags of train_ppo_ray, after --")
     args = parser.parse_args()
-    args.prompts, args.samples, args.prompt_length, args.new_tokens = (4, 2, 16, 16) if args.tiny else (64, 8, 128, 512)
+    workload = find_workload("W1", tiny=args.tiny)
+    args.prompts, args.samples = workload.prompts, workload.samples
+    args.prompt_length, args.new_tokens = workload.prompt_length, workload.longest
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
         if args.alone:
             vllm_alone(folder, args)
             return
-        if not (folder / "model").exists():
-            make_model(folder / "model", SHAPES[args.tiny])
-            torch.cuda.empty_cache()
-        make_task(folder, args)
+        write_files(folder, workload, args.steps)
+        torch.cuda.empty_cache()
         alone = None
         if not args.skip_alone:
             command = [sys.executable, __file__, "--alone", "--folder", str(folder), "--steps", str(args.steps)]
