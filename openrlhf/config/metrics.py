@@ -98,11 +98,14 @@ PREFERENCE = (
     ),
 )
 
+UTILIZATION = "Share of the GPU's half-precision peak that training reaches (MFU); absent if the peak is not known."
+HEALTHY_UTILIZATION = "0.3 to 0.5 with large models and full micro-batches, less otherwise."
 OPTIMIZER = (
     train("lr", SUPERVISED, "Learning rate of the step.", "Follows --lr_scheduler; 0 in the first step of a warm-up."),
     train("grad_norm", SUPERVISED, "Norm of the gradient before clipping.", "Steady; --max_norm limits the update."),
     train("loss_scale", SUPERVISED, "Factor on the loss in fp16.", "Rarely changes."),
     train("skipped_steps", SUPERVISED, "Optimizer steps skipped because fp16 gradients overflowed.", "A few."),
+    train("mfu", SUPERVISED, UTILIZATION, HEALTHY_UTILIZATION),
     *(
         metric
         for model, prefix in (("policy", "actor"), ("critic", "critic"))
@@ -111,6 +114,7 @@ OPTIMIZER = (
             train(f"{prefix}_grad_norm", RL, f"Norm of the {model}'s gradient before clipping.", "Steady."),
             train(f"{prefix}_loss_scale", RL, f"Factor on the {model}'s loss in fp16.", "Rarely changes."),
             train(f"{prefix}_skipped_steps", RL, f"Steps of the {model} skipped in fp16.", "A few."),
+            train(f"{prefix}_mfu", RL, UTILIZATION.replace("training", f"training the {model}"), HEALTHY_UTILIZATION),
         )
     ),
 )

@@ -74,6 +74,7 @@ PROGRESS_NAMES = {  # metrics in the progress bar, with their short names
     "response_length": "gen_len",
     "actor_lr": "act_lr",
     "timing/tokens_per_second": "tok/s",
+    "actor_mfu": "mfu",
 }
 
 

@@ -154,7 +154,11 @@ class Models:
         """Apply the accumulated gradients at the scheduled learning rate and return the optimizer's metrics."""
         scale = trained.scale(progress, self.began.setdefault(f"_{name}", progress))
         norm = trained.backend.optim_step(scale)
-        values = {"lr": trained.learning_rate * scale, **trained.backend.loss_scaling()}
+        values = {
+            "lr": trained.learning_rate * scale,
+            **trained.backend.loss_scaling(),
+            **trained.backend.utilization(),
+        }
         values |= {} if norm is None else {"grad_norm": norm}
         return {f"{name}_{key}": value for key, value in values.items()}
 

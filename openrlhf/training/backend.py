@@ -29,6 +29,7 @@ from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.atomic_folder import Ranks
 from openrlhf.training.host_memory import HostMemory, OffloadedWeights
+from openrlhf.training.utilization import UtilizationMeter
 from openrlhf.types import Batch, RolloutBatch
 
 COMPILER = "inductor"  # backend of torch.compile; tests use one that does not generate C++
@@ -140,6 +141,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         super().__init__(network, device)
         self.module: nn.Module = network  # or DeepSpeed's engine; in training mode between calls
         self.host = HostMemory()  # stores the tensors while the backend sleeps
+        self.meter = UtilizationMeter(network, device)
 
     @torch.no_grad()
     def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
@@ -150,6 +152,7 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         """Accumulate the gradients of a whole optimizer step."""
+        self.meter.begin(micro_batches)
         on_device = [batch.to(self.device) for batch in micro_batches]
         totals = StepTotals(*self.sum_over_ranks(torch.stack([counts(batch) for batch in on_device]).sum(0)))
         losses: list[Tensor] = []
@@ -217,6 +220,10 @@ class TrainBackend(Frozen, Ranks, ABC):
     @abstractmethod
     def loss_scaling(self) -> dict[str, float]:
         """Return `loss_scale` and `skipped_steps` of an fp16 run for the logs; empty if the loss is not scaled."""
+
+    def utilization(self) -> dict[str, float]:
+        """Return `mfu` of the step that `optim_step` has just ended, for the logs; empty if the peak is not known."""
+        return self.meter.read(self.num_processes // self.data_parallel_size)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor) for a rollout engine, with adapters merged, on every rank.

@@ -124,6 +124,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         self._must_be_finite(result, places, step)  # before any weight changes
         scale = self.schedule(step)
         norm = self.backend.optim_step(scale)
+        utilization = self.backend.utilization()
 
         values = values_of(result.metrics)
         loss = next(name for name in LOSS_NAMES if name in values)
@@ -131,11 +132,11 @@ class Fit(Generic[Row, Collated, Prepared]):
         values |= {"acc_mean": values["acc"]} if "acc" in values else {}
         values["lr"] = self.optimizer.learning_rate * scale
         values |= {} if norm is None else {"grad_norm": norm}  # None: the step was skipped
-        values |= self.backend.loss_scaling()
+        values |= self.backend.loss_scaling() | utilization
         tokens, seconds = sum(num_tokens(self.rows[place]) for place in places), time.perf_counter() - started
         values |= {"timing/step_total": seconds, "timing/tokens_per_second": tokens / seconds}
         shown = {name: values[name] for name in (loss, "acc", "lr") if name in values}
-        self.monitor.advance(shown | {"tok/s": tokens / seconds})
+        self.monitor.advance(shown | {"tok/s": tokens / seconds} | utilization)
         if (step + 1) % self.logs.logging_steps == 0:
             self.monitor.log("train", step + 1, values)
         return values

@@ -25,6 +25,7 @@ from openrlhf.training.fit import Fit, Interrupted
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
 from openrlhf.training.order import Order
+from openrlhf.training.utilization import MatrixSizes
 from openrlhf.types import TokenRow
 from tests.tiny import make_model
 
@@ -99,6 +100,14 @@ def test_the_incomplete_batch_of_an_epoch_is_its_own_step(fit):
     assert steps(sink, "train") == [1, 2, 3, 4, 5, 6]
     assert last == sink.lines[-1][2]
     assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm", "timing/step_total", "timing/tokens_per_second"}
+
+
+def test_utilization_is_logged_where_the_peak_is_known(fit):
+    run = fit(rows(4), sink := RecordingSink())
+    meter = run.backend.meter
+    meter.peak, meter.sizes = 1e15, MatrixSizes.of(run.backend.network)
+    run.run()
+    assert 0 < sink.lines[-1][2]["mfu"] < 1
 
 
 def test_a_dataset_smaller_than_a_batch_is_trained(fit):
