@@ -24,7 +24,7 @@ from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, to
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
 from openrlhf.models.inputs import CallLayout, packed_call, padded_call, shared_call, single_calls
 from openrlhf.models.ring import Ring, Share
-from openrlhf.types import Batch
+from openrlhf.types import Batch, SharedPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,14 @@ class Network(nn.Module):
         packs = self.layout == "packed" and self.decoder.config._attn_implementation == SEGMENTED
         return packs and self.ring is None and not self._convolution_reach and not self.with_aux_loss
 
+    def prefixes_of(self, batch: Batch) -> SharedPrefixes | None:
+        """Return the prefixes of a batch that are computed once; None if each sequence has its own copy.
+
+        A continuation attends to all of its prefix, so no window may be shorter than the whole sequence.
+        """
+        prefixes = batch.prefixes if self.shares_prefixes else None
+        return prefixes if prefixes is not None and prefixes.longest_sequence <= self._window else None
+
     @cached_property
     def _window(self) -> float:
         """The longest distance at which every layer attends, in tokens."""
@@ -203,9 +211,8 @@ class Network(nn.Module):
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [tokens, hidden] of the flattened batch or share, and the auxiliary loss."""
-        prefixes = batch.prefixes if self.shares_prefixes else None
-        # A continuation attends to all of its prefix, so no window may be shorter than the whole sequence.
-        if prefixes is not None and prefixes.longest_sequence <= self._window:
+        prefixes = self.prefixes_of(batch)
+        if prefixes is not None:
             calls = [shared_call(batch, prefixes)]
         elif self.layout == "packed":
             calls = [packed_call(batch, gap=self._convolution_reach)]

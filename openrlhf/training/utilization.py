@@ -4,7 +4,8 @@ FLOPs are counted as in PaLM (Chowdhery et al. 2022, appendix B), from sizes alo
 parameter and token in the forward pass, as much again for the gradient of its input, and as much again for its own
 gradient, which frozen matrices under LoRA do not need. Causal attention over s tokens multiplies queries with s / 2
 keys and values on average. The head counts only for target tokens, and embeddings, which are looked up, do not count.
-Recomputed activations and padding do not count either: they take time and are not useful.
+Recomputed activations and padding do not count either: they take time and are not useful. A prompt that several samples
+share counts once if it is computed once.
 
 `TrainBackend` counts each step. The peak is the dense bf16 figure in the maker's data sheet, which no program reaches:
 large matrix products on an H200 come to 80% of it.
@@ -16,6 +17,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -80,12 +82,29 @@ class MatrixSizes:
         return cls(**sizes, attention=config.num_hidden_layers * heads * head_size)
 
 
-def step_flops(sizes: MatrixSizes, lengths: Sequence[int], targets: int) -> float:
-    """Return the FLOPs of the forward and backward pass over sequences of these lengths, with this many targets."""
-    matrices = (6 * sizes.trained + 4 * sizes.frozen) * sum(lengths)
-    head = (6 * sizes.trained_head + 4 * sizes.frozen_head) * targets
-    # Per layer: two products (queries x keys, weights x values) of 2 FLOPs over half of the s x s pairs, three passes.
-    attention = 6 * sizes.attention * sum(length**2 for length in lengths)
+class StepSize(NamedTuple):
+    """What the FLOPs of a step are proportional to."""
+
+    tokens: float
+    pairs: float  # of a query and a key: s^2 / 2 for a sequence of s tokens
+    targets: float
+
+    @classmethod
+    def of(cls, network: Network, batch: Batch) -> StepSize:
+        """Count what a network computes for a batch, without padding."""
+        positions = batch.position_ids[batch.sequence_ids >= 0]  # [tokens]
+        prefixes = network.prefixes_of(batch)
+        if prefixes is not None:
+            positions = positions[prefixes.kept]  # [tokens of the row]
+        return cls(len(positions), float((positions + 0.5).sum()), float(batch.target_mask.sum()))
+
+
+def step_flops(sizes: MatrixSizes, step: StepSize) -> float:
+    """Return the FLOPs of the forward and backward pass of a step."""
+    matrices = (6 * sizes.trained + 4 * sizes.frozen) * step.tokens
+    head = (6 * sizes.trained_head + 4 * sizes.frozen_head) * step.targets
+    # Per layer and pair: two products (queries x keys, weights x values) of 2 FLOPs, in three passes.
+    attention = 12 * sizes.attention * step.pairs
     return matrices + head + attention
 
 
@@ -95,6 +114,7 @@ class UtilizationMeter:
     def __init__(self, network: Network, device: torch.device) -> None:
         half = network.decoder.dtype in (torch.bfloat16, torch.float16)  # the peak is that of half precision
         name = torch.cuda.get_device_name(device) if device.type == "cuda" and half else ""
+        self.network = network
         self.peak = peak_flops(name)
         self.sizes = MatrixSizes.of(network) if self.peak else None
         self.began, self.flops = 0.0, 0.0
@@ -103,10 +123,9 @@ class UtilizationMeter:
         """Start the clock of a step; the micro-batches are still in host memory."""
         if self.sizes is None:
             return
-        useful = [batch for batch in micro_batches if not batch.filler]
-        lengths = [length for batch in useful for length in sequence_lengths(batch)]
-        targets = sum(int(batch.target_mask.sum()) for batch in useful)
-        self.flops, self.began = step_flops(self.sizes, lengths, targets), time.perf_counter()
+        steps = [StepSize.of(self.network, batch) for batch in micro_batches if not batch.filler]
+        self.flops = sum(step_flops(self.sizes, step) for step in steps)
+        self.began = time.perf_counter()
 
     def read(self, processes: int = 1) -> dict[str, float]:
         """Return `mfu` for the logs, right after the update; empty if the peak is not known.
@@ -116,9 +135,3 @@ class UtilizationMeter:
         if self.peak is None:
             return {}
         return {"mfu": self.flops / processes / (time.perf_counter() - self.began) / self.peak}
-
-
-def sequence_lengths(batch: Batch) -> list[int]:
-    """Return the number of tokens in each sequence of a batch, without padding."""
-    ids = batch.sequence_ids
-    return torch.bincount(ids[ids >= 0]).tolist()

@@ -1,3 +1,5 @@
+"""Model FLOPs utilization: counts by hand and against PyTorch, and the peaks of devices."""
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,9 @@ from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters
 from openrlhf.training.utilization import (
     MatrixSizes,
+    StepSize,
     UtilizationMeter,
     peak_flops,
-    sequence_lengths,
     step_flops,
 )
 from openrlhf.types import TokenRow
@@ -36,13 +38,13 @@ def row_of(length):
 
 def test_a_step_by_hand():
     sizes = MatrixSizes(trained=1000, frozen=0, trained_head=200, frozen_head=0, attention=50)
-    # 6 x 1000 x (10 + 20) + 6 x 200 x 12 + 6 x 50 x (100 + 400)
-    assert step_flops(sizes, [10, 20], targets=12) == 180_000 + 14_400 + 150_000
+    # Sequences of 10 and 20 tokens: 6 x 1000 x (10 + 20) + 6 x 200 x 12 + 12 x 50 x (100 + 400) / 2
+    assert step_flops(sizes, StepSize(tokens=30, pairs=250, targets=12)) == 180_000 + 14_400 + 150_000
 
 
 def test_frozen_matrices_need_no_gradient_of_their_own():
     sizes = MatrixSizes(trained=10, frozen=1000, trained_head=0, frozen_head=200, attention=0)
-    assert step_flops(sizes, [30], targets=12) == 6 * 10 * 30 + 4 * 1000 * 30 + 4 * 200 * 12
+    assert step_flops(sizes, StepSize(tokens=30, pairs=450, targets=12)) == 6 * 10 * 30 + 4 * 1000 * 30 + 4 * 200 * 12
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,13 +86,24 @@ def test_the_count_agrees_with_that_of_pytorch():
     sizes = MatrixSizes.of(Network(model))
     # Eager attention computes all s x s pairs, and we count the half that is not masked.
     masked = 6 * sizes.attention * length**2
-    assert counter.get_total_flops() == step_flops(sizes, [length], targets=length) + masked
+    step = StepSize(length, length**2 / 2, length)
+    assert counter.get_total_flops() == step_flops(sizes, step) + masked
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_lengths_leave_out_padding(packing):
-    rows = [row_of(5), row_of(2), row_of(9)]
-    assert sequence_lengths(collate(rows, packing=packing, pad_id=0)) == [5, 2, 9]
+def test_padding_does_not_count(packing):
+    batch = collate([row_of(5), row_of(2), row_of(9)], packing=packing, pad_id=0)
+    step = StepSize.of(Network(make_decoder()), batch)
+    assert step == (16, (25 + 4 + 81) / 2, 4 + 1 + 8)  # the first token of a sequence is no target
+
+
+def test_a_prompt_that_is_computed_once_counts_once():
+    network, (short, long) = Network(make_decoder()), (row_of(30), row_of(34))
+    long.input_ids[29] = 99  # both start with the same 29 tokens
+    batch = collate([short, long], packing=True, pad_id=0)
+    assert StepSize.of(network, batch) == (64, (30**2 + 34**2) / 2, 62)
+    network.shares_prefixes = True
+    assert StepSize.of(network, batch) == (64 - 29, (30**2 + 34**2 - 29**2) / 2, 62)
 
 
 @pytest.mark.parametrize(
