@@ -4,6 +4,10 @@ Each error also derives from a standard error, so that `except ValueError` works
 Commands print the message and exit with `exit_code`: 2 for invalid input, 1 for a failed run.
 """
 
+from typing import Self
+
+RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
+
 
 class OpenRLHFError(Exception):
     """Base class with a one-line message and, if known, a fix in `try_this`."""
@@ -51,6 +55,19 @@ class EngineError(RolloutError):
 
 class BackendError(OpenRLHFError, RuntimeError):
     """A failure that stops training: a dead worker, a non-finite loss or a checkpoint that does not match the run."""
+
+
+class DeathError(BackendError):
+    """A process that died, or that missed a deadline and counts as dead."""
+
+    @classmethod
+    def of_late(cls, process: str, seconds: float, timeout_flag: str | None) -> Self:
+        """Return the error for a process that did not answer in time; `timeout_flag` set the deadline, if any did."""
+        message = f"{process} did not answer within {seconds:g} seconds"
+        if timeout_flag is None:
+            return cls(message, try_this=RESUME)
+        try_this = f"{RESUME}; with a larger {timeout_flag} if it was only slow"
+        return cls(f"{message} ({timeout_flag})", try_this=try_this)
 
 
 class DiskError(BackendError):

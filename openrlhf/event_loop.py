@@ -3,6 +3,8 @@
 A notebook runs its cells on an event loop, and Python refuses to run a second loop in the same thread. `run_async`
 then runs the coroutine in a thread of its own, and the calling thread waits. Ctrl-C works as elsewhere: the first one
 ends a run after its step, with a checkpoint; otherwise it cancels the coroutine.
+
+`mark_retrieved` and `cancel_all` are for futures that may fail after their callers have gone.
 """
 
 from __future__ import annotations
@@ -43,6 +45,18 @@ def reraise(outcome: Result | KeyboardInterrupt) -> Result:
     if isinstance(outcome, KeyboardInterrupt):
         raise outcome
     return outcome
+
+
+def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
+    """Mark the future's exception as retrieved, so that asyncio does not warn if nothing awaits the future."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def cancel_all(*work: asyncio.Future[Any]) -> None:
+    """Cancel the futures and ignore their errors."""
+    for future in work:
+        mark_retrieved(future).cancel()
 
 
 class LoopThread(Generic[Result]):

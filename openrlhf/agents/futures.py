@@ -1,4 +1,4 @@
-"""Helpers for asyncio tasks and futures, shared by the layers that run many requests concurrently."""
+"""Concurrent coroutines that end together, for the layers that run many requests at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,3 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
-    """Mark the future's exception as retrieved, so that asyncio does not warn if nothing awaits the future."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future

@@ -26,10 +26,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from openrlhf.agents.executor import shorten
-from openrlhf.agents.futures import mark_retrieved
 from openrlhf.config.urls import mask_urls
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.errors import RewardError
+from openrlhf.event_loop import mark_retrieved
 
 TRIES = 5
 FIRST_PAUSE = 0.5  # seconds before the second try; doubles with each further try

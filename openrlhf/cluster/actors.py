@@ -1,35 +1,29 @@
-"""Worker processes of a run on a cluster: one rank of a model group, or one engine.
+"""Worker process of a run on a cluster: one rank of a model group.
 
-They are plain classes; `starter` turns them into Ray actors. The driver reaches them through `calls.Process`: it passes
-a method of `Models` or of the engine, and the worker calls it on its own object.
+It is a plain class, like the `EngineWorker` of an engine (`rollout.engine_worker`); `starter` turns both into Ray
+actors. The driver reaches them through `calls.Process`: it passes a method of `Models`, and the worker calls it on its
+own models.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
-
-from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.cluster.placement import GroupPlan
 from openrlhf.config.commands import RLConfig
 from openrlhf.models.load import load_tokenizer
 from openrlhf.rl.build import build_models
-from openrlhf.rl.engines import make_engine
 from openrlhf.rl.models import Models
 from openrlhf.rollout.channel import Channel
-from openrlhf.rollout.engine import Checksums, LoadingEngine, Weights
-from openrlhf.rollout.spec import EngineSpec
+from openrlhf.rollout.engine import Checksums
 from openrlhf.rollout.weight_sender import WeightSender
-from openrlhf.training.processes import choose_device, join
+from openrlhf.training.processes import enter_folder, join
 from openrlhf.training.rng import seed_dropout, seed_everything
-from openrlhf.types import Completion, Request
 
 Answer = TypeVar("Answer")
 
@@ -50,7 +44,7 @@ class ModelWorker:
 
     def start(self, config: RLConfig, group: GroupPlan, rollouts: int, number: int, folder: str) -> RankInfo:
         """Join the group, load the models and return the position in it; `folder` is the driver's working folder."""
-        enter(folder)
+        enter_folder(folder)
         sharding = config.sharding
         self.device = join(config)
         seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
@@ -95,44 +89,3 @@ class ModelWorker:
 
     def exit(self) -> None:
         os._exit(0)
-
-
-class EngineWorker:
-    """One engine. If it serves a policy, requests wait for the policy's weights instead of using those on disk."""
-
-    engine: LoadingEngine
-    has_weights: asyncio.Event
-
-    async def start(self, spec: EngineSpec, number: int, folder: str) -> None:
-        """Load the model of engine `number`; `folder` is the driver's working folder."""
-        enter(folder)
-        self.has_weights = asyncio.Event()
-        if not spec.awaits_weights:
-            self.has_weights.set()
-        tokenizer = load_tokenizer(str(spec.model.pretrain), spec.model)
-        self.engine = make_engine(spec, tokenizer, choose_device(spec.model.device), number)
-
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate once the engine has the policy's weights."""
-        await self.has_weights.wait()
-        return await self.engine.generate(requests)
-
-    async def load(self, weights: Weights, version: int, verify: bool) -> Checksums:
-        """Load the policy's weights and let waiting requests start."""
-        checksums = await self.engine.load(weights, version, verify=verify)
-        self.has_weights.set()
-        return checksums
-
-    async def apply(self, work: Callable[[LoadingEngine], Awaitable[None]]) -> None:
-        """Apply a function to the engine, such as one that pauses it."""
-        await work(self.engine)
-
-    async def exit(self) -> None:
-        os._exit(0)
-
-
-def enter(folder: str) -> None:
-    """Disable progress bars, and change to the driver's working folder if it exists, so that relative paths work."""
-    disable_progress_bar()
-    with suppress(FileNotFoundError):
-        os.chdir(folder)

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from openrlhf.agents.futures import mark_retrieved
-from openrlhf.errors import BackendError, EngineError, OpenRLHFError
+from openrlhf.errors import RESUME, BackendError, DeathError, OpenRLHFError
+from openrlhf.event_loop import cancel_all
 from openrlhf.monitor import say
 
 Worker = TypeVar("Worker", covariant=True)  # class of the actor
@@ -27,15 +27,7 @@ Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 BACKGROUND = "background"  # concurrency group of calls that run alongside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
-RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
 SECONDS_TO_BLAME = 5.0  # wait after a failed call, in case the death of another process caused it
-
-
-class DeathError(BackendError):
-    """A process has died."""
-
-
-LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
 
 
 @dataclass(frozen=True)
@@ -102,11 +94,7 @@ class Process(Generic[Worker]):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            message = f"{self} did not answer within {self.seconds:g} seconds"
-            if self.timeout_flag is None:
-                raise DeathError(message, try_this=RESUME) from None
-            try_this = f"{RESUME}; with a larger {self.timeout_flag} if it was only slow"
-            raise DeathError(f"{message} ({self.timeout_flag})", try_this=try_this) from None
+            raise DeathError.of_late(str(self), self.seconds or 0.0, self.timeout_flag) from None
 
     def kill(self) -> None:
         import ray
@@ -166,9 +154,3 @@ class ProcessWatch:
             self.death.exception()  # retrieve it, so that asyncio does not warn about it
         else:
             self.death.cancel()
-
-
-def cancel_all(*work: asyncio.Future[Any]) -> None:
-    """Cancel the futures and ignore their errors."""
-    for future in work:
-        mark_retrieved(future).cancel()

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from openrlhf.cluster.address import is_reachable, open_connection
-from openrlhf.cluster.calls import RESUME
-from openrlhf.errors import BackendError
+from openrlhf.errors import RESUME, BackendError
 from openrlhf.monitor import say
 
 SILENCE_TIMEOUT = 10.0  # seconds, for a head that neither accepts nor refuses connections

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
-from openrlhf.cluster.weight_sync import RaySync
+from openrlhf.cluster.weight_sync import PolicyRanks
 from openrlhf.cluster.workers import RayWorkers
 from openrlhf.config.checks.extras import require
 from openrlhf.config.commands import RLConfig
@@ -29,6 +29,8 @@ from openrlhf.rl.engines import engine_spec
 from openrlhf.rl.local import Runtime
 from openrlhf.rl.train import RLResult
 from openrlhf.rollout.channel import Transport
+from openrlhf.rollout.engine_worker import EngineWorker
+from openrlhf.rollout.group_sync import GroupSync
 from openrlhf.rollout.sync_proof import SyncProof
 from openrlhf.training.preflight import explain_hardware
 
@@ -61,7 +63,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
                 engines = await starting_engines
                 if sleeps:
-                    await engines.apply(lambda engine: engine.sleep())
+                    await engines.apply(lambda process: process.call(EngineWorker.sleep))
                 groups = await asyncio.gather(*starting_groups)
             else:
                 engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
@@ -74,14 +76,14 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             elif cluster.unit == "GPU" and config.engines.vllm_sync_backend != "gloo":
                 transport = "nccl"
             workers = RayWorkers(groups)
-            sync = RaySync(
-                workers.policy,
+            workers_per_engine = asked.engines[0].devices if asked.engines else 1
+            sync = GroupSync(
+                PolicyRanks(workers.policy, transport, workers_per_engine),
                 engines,
-                transport,
-                workers_per_engine=asked.engines[0].devices if asked.engines else 1,
                 sleeps=sleeps,
                 drains=not config.asynchrony.partial_rollout,
                 proof=SyncProof(config.engines.sync_check_every),
+                workers_per_engine=workers_per_engine,
             )
             engines.send_weights = sync.resend
             yield Runtime(workers, engines, sync)

@@ -1,7 +1,7 @@
 """Start the processes of a plan as Ray actors, and end all of them together, even after an error.
 
 `launch` starts the worker groups and engines of a training run, `inference.generate` only engines. The watch ends a run
-if a worker process dies; engines are not watched, because `RayEngines` replaces them.
+if a worker process dies; engines are not watched, because `EngineGroup` replaces them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from openrlhf.cluster.actors import EngineWorker, ModelWorker
+from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
-from openrlhf.cluster.engines import EngineReplica, RayEngines
 from openrlhf.cluster.placement import GroupPlan
 from openrlhf.cluster.session import Cluster
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.config.commands import RLConfig
-from openrlhf.rl.engines import EngineSpec
+from openrlhf.rl.engines import load_engine
+from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
+from openrlhf.rollout.engine_worker import EngineWorker
+from openrlhf.rollout.spec import EngineSpec
 
 ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
 
@@ -71,8 +74,8 @@ class ProcessStarter:
         positions = await self.watch.guard(asyncio.gather(*starts))
         return WorkerGroup(group, processes, positions, self.watch)
 
-    async def start_engines(self, spec: EngineSpec, *, max_restarts: int) -> RayEngines:
-        """Start all engines of the plan at the same time; `RayEngines` also starts those that replace failed ones."""
+    async def start_engines(self, spec: EngineSpec, *, max_restarts: int) -> EngineGroup:
+        """Start all engines of the plan at the same time; `EngineGroup` also starts those that replace failed ones."""
         import ray
 
         remote: Any = ray.remote
@@ -84,9 +87,10 @@ class ProcessStarter:
             process: Process[EngineWorker] = Process(handle, f"engine {number}", slot.address, cancels=True)
             self.processes.append(process)
             starting = process.within(spec.engines.engine_timeout, "--engine_timeout")
-            await self.watch.guard(starting.call(EngineWorker.start, spec, number, os.getcwd()))
+            build = partial(load_engine, spec, number, os.getcwd())
+            await self.watch.guard(starting.call(EngineWorker.start, build, spec.awaits_weights))
             return process
 
         started = await asyncio.gather(*(start(engine.number) for engine in self.cluster.plan.engines))
         engines = [EngineReplica(number, process) for number, process in enumerate(started)]
-        return RayEngines(engines, start, self.watch, max_restarts=max_restarts)
+        return EngineGroup(engines, start, max_restarts, self.watch.guard)

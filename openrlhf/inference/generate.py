@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.futures import mark_retrieved
 from openrlhf.cluster.placement import EnginePlan, PlacementPlan
 from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
@@ -27,7 +26,7 @@ from openrlhf.data.records import Records
 from openrlhf.data.report import Budget
 from openrlhf.data.rows import Loaded, announce
 from openrlhf.errors import ConfigError
-from openrlhf.event_loop import run_async
+from openrlhf.event_loop import mark_retrieved, run_async
 from openrlhf.inference.engine import choose_model_device, open_hf_engine, sampling_params
 from openrlhf.inference.parts import OutputParts
 from openrlhf.inference.progress import RowProgress

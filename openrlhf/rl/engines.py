@@ -1,6 +1,6 @@
 """The rollout engines of a run: `engine_spec` describes them, and `make_engine` builds one from the description.
 
-On a cluster, the `EngineSpec` is sent to a worker process, which calls `make_engine`.
+If an engine has a process of its own, the `EngineSpec` is sent there, and that process calls `load_engine`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.models.forward import Network
-from openrlhf.models.load import load_causal_lm
+from openrlhf.models.load import load_causal_lm, load_tokenizer
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.vllm import VLLMEngine
 from openrlhf.training.local import LocalFrozen
+from openrlhf.training.processes import choose_device, enter_folder
 
 
 def engine_spec(config: RLConfig) -> EngineSpec:
@@ -30,6 +31,13 @@ def engine_spec(config: RLConfig) -> EngineSpec:
         seeded_requests=config.batches.full_determinism,
         whole_log_probs=config.rollout.whole_log_probs,
     )
+
+
+def load_engine(spec: EngineSpec, number: int, folder: str) -> LoadingEngine:
+    """Build engine `number` in a process of its own; `folder` is the driver's working folder."""
+    enter_folder(folder)
+    tokenizer = load_tokenizer(str(spec.model.pretrain), spec.model)
+    return make_engine(spec, tokenizer, choose_device(spec.model.device), number)
 
 
 def make_engine(

@@ -26,7 +26,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from openrlhf.errors import EngineError, RolloutError
-from openrlhf.rollout.progress import RESUME, ProgressWatch
+from openrlhf.rollout.progress import AFTER_STALL, ProgressWatch
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -160,7 +160,7 @@ class CommandThread(ABC):
     def _give_up(self, problem: str) -> None:
         """Raise an error in all current and future callers, because the thread is stuck in the engine."""
         with self._lock:
-            self._failure = EngineError(f"{self.name} hangs: {problem}", try_this=RESUME)
+            self._failure = EngineError(f"{self.name} hangs: {problem}", try_this=AFTER_STALL)
             self._stuck = True
         for waiter in tuple(self._waiting):
             self.answer(waiter, self._failure)

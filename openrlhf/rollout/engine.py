@@ -1,7 +1,7 @@
 """The interface of generation engines.
 
 The RL loop uses only `Engine`. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process, as
-`LoadingEngine`s; on a Ray cluster, a group of such engines implements it (cluster/engines.py).
+`LoadingEngine`s; a group of such engines in other processes implements it, too (engine_group.py).
 """
 
 from __future__ import annotations

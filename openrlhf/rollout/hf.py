@@ -32,7 +32,7 @@ from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.rollout.decoding import Decoding, DecodingRows
 from openrlhf.rollout.decoding_check import choose_decoding
 from openrlhf.rollout.engine import Checksums, Part, Weights
-from openrlhf.rollout.progress import RESUME, ProgressWatch
+from openrlhf.rollout.progress import AFTER_STALL, ProgressWatch
 from openrlhf.rollout.sampling import SamplingState, sample_tokens
 from openrlhf.rollout.sync_proof import RecordedWeights
 from openrlhf.signals import end_program
@@ -275,7 +275,7 @@ class HFEngine:
 
 def end_hanging_program(problem: str) -> None:
     """End the program, since no exception reaches a thread that hangs in a kernel."""
-    end_program(f"openrlhf: error: the engine hangs: {problem}. Try: {RESUME}", EngineError.exit_code)
+    end_program(f"openrlhf: error: the engine hangs: {problem}. Try: {AFTER_STALL}", EngineError.exit_code)
 
 
 def end_tokens(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

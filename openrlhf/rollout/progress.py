@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from openrlhf.errors import RESUME
+
 LOOKS = 10  # checks per time limit
 SLOWEST = 60.0  # maximum seconds between two checks
-RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint, or a larger --engine_timeout"
+AFTER_STALL = f"{RESUME}, or a larger --engine_timeout"
 
 
 class ProgressWatch:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from openrlhf.errors import RolloutError, counted
 from openrlhf.rollout.command_thread import CommandThread, Waiter, on_thread
 from openrlhf.rollout.engine import Checksums, Part, Weights
-from openrlhf.rollout.weight_receiver import IncomingWeights
+from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 from openrlhf.types import Completion
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class StepLoop(CommandThread):
         An incomplete weight set is the sender's fault: pause generation until a complete one arrives. Requests
         are kept.
         """
-        if isinstance(weights, IncomingWeights):
+        if isinstance(weights, IncomingWeights | WeightsPerWorker):
             self._watch.stop_clock()  # the trainer may take long to send; the channel has its own deadlines
         states = self._engine.output_processor.request_states
         for name, running in self._running.items():

@@ -1,8 +1,7 @@
 """An engine's end of a weight channel: iterate over `IncomingWeights` to receive one version of the weights.
 
-`cluster/weight_sync.py` creates the `IncomingWeights`, a small picklable description, and passes it to the engine's
-`load`. The process that iterates over it joins the channel, once for all versions. `channel.py` has a diagram of the
-protocol.
+`group_sync.py` creates the `IncomingWeights`, a small picklable description, and passes it to the engine's `load`. The
+process that iterates over it joins the channel, once for all versions. `channel.py` has a diagram of the protocol.
 """
 
 from __future__ import annotations

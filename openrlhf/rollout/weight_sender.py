@@ -1,7 +1,7 @@
 """The trainer's end of a weight channel: pack tensors into buckets, send them to all receivers, wait for their answers.
 
-A worker process of the trainer opens a channel once (`cluster/actors.py`) and calls `WeightSender.send` for each new
-version of the policy. `channel.py` has a diagram of the protocol.
+The process with the policy (`cluster/actors.py`, `rl/local_engines.py`) opens a channel once and calls
+`WeightSender.send` for each new version. `channel.py` has a diagram of the protocol.
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.supervised import world_size
@@ -70,6 +71,13 @@ def choose_device(asked: str, local_rank: int = -1) -> torch.device:
     number = local_rank if local_rank != -1 else int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def enter_folder(folder: str) -> None:
+    """Disable progress bars, and change to the driver's working folder if it exists, so that relative paths work."""
+    disable_progress_bar()
+    with suppress(FileNotFoundError):
+        os.chdir(folder)
 
 
 def start_distributed(device: torch.device) -> torch.device:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from sessions import WATCHDOG, Scripted, children, numbered, params, prompt, run, run_all
 
-from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.errors import ConfigError, RewardError, RolloutError
+from openrlhf.event_loop import mark_retrieved
 
 LENGTHS = "[float(len(query)) for query in queries]"
 

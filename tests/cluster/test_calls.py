@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from openrlhf.cluster import calls
-from openrlhf.cluster.calls import DeathError, Process, ProcessWatch
-from openrlhf.errors import BackendError
+from openrlhf.cluster.calls import Process, ProcessWatch
+from openrlhf.errors import BackendError, DeathError
 
 
 async def fail():

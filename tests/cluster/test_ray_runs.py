@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from openrlhf.cluster import launch
-from openrlhf.cluster.actors import EngineWorker, ModelWorker
+from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import Process
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.session import connect
@@ -23,6 +23,7 @@ from openrlhf.config.parser import parse
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rl.engines import engine_spec
 from openrlhf.rl.models import Models
+from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.types import Request, SamplingParams
 from tests.cluster.ray_machine import WATCHDOG, wait_until_gone
 from tests.cluster.ray_runs import (

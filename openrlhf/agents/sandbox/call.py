@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.messages import EpisodeInput, Json, RewardInput
 from openrlhf.errors import OpenRLHFError
+from openrlhf.event_loop import mark_retrieved
 from openrlhf.types import Completion, Request, SamplingParams
 
 Generate: TypeAlias = Callable[[Request], Coroutine[object, None, Completion]]

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.call import Call, CallFailure
 from openrlhf.agents.sandbox.deadline import Deadline, LoopUsage
+from openrlhf.event_loop import mark_retrieved
 from openrlhf.types import Request, SamplingParams
 
 GRACE_SECONDS = 1.0  # time for user code to return after it is cancelled

@@ -17,12 +17,12 @@ import threading
 from collections import deque
 from tempfile import TemporaryDirectory
 
-from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.call import Call, CallFailure, CallResult, Generate
 from openrlhf.agents.sandbox.handle import PoolLimits, WorkerHandle
 from openrlhf.agents.sandbox.messages import EpisodeInput, RewardInput, StartCall, WorkerSpec
 from openrlhf.agents.sandbox.process import WorkerProcess
 from openrlhf.errors import ConfigError, RolloutError
+from openrlhf.event_loop import mark_retrieved
 from openrlhf.types import Completion, Request
 
 CLOSED = "the worker processes of rewards and agents have been closed"

@@ -1,27 +1,41 @@
-"""All engines of a run on a cluster behind one interface: routing of requests and replacement of failed engines.
+"""Several engines, each in a process of its own, behind one interface: routing of requests, replacing failed engines.
+
+On a cluster, the processes are Ray actors; with --vllm_engines_per_gpu in one process, they are its children.
 
 Engines are replaced, and their restarts counted, only here. A failed request replaces its own engine
 (`_replace_after`); a failed sync checks all engines (`replace_failed`). In both cases `change_lock` is held until the
-new engines have received weights from `weight_sync.RaySync`.
+new engines have received weights from `group_sync.GroupSync`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol, TypeVar
 
-from openrlhf.agents.futures import mark_retrieved
-from openrlhf.cluster.actors import EngineWorker
-from openrlhf.cluster.calls import LOST, RESUME, Process, ProcessWatch
-from openrlhf.errors import EngineError, OpenRLHFError, counted
+from openrlhf.errors import RESUME, DeathError, EngineError, OpenRLHFError, counted
+from openrlhf.event_loop import mark_retrieved
 from openrlhf.monitor import say
-from openrlhf.rollout.engine import LoadingEngine
+from openrlhf.rollout.engine_worker import EngineProcess, EngineWorker
 from openrlhf.types import Completion, Request
 
+Answer = TypeVar("Answer")
+LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
 SHORT_CALL = 600.0  # seconds; deadline of calls without generation, long because a busy engine may answer late
 SLACK = 32  # requests by which an engine that has the prompt in its cache may exceed the least busy engine
+
+
+class Guard(Protocol):
+    """Awaits an answer, but raises as soon as something fails that the run cannot do without."""
+
+    async def __call__(self, awaited: Awaitable[Answer]) -> Answer: ...
+
+
+async def unguarded(awaited: Awaitable[Answer]) -> Answer:
+    """Await an answer in a run that depends on no other processes than its engines."""
+    return await awaited
 
 
 @dataclass
@@ -29,40 +43,37 @@ class EngineReplica:
     """One engine; `process` changes when it is replaced after a failure."""
 
     number: int
-    process: Process[EngineWorker]
+    process: EngineProcess
     running: int = 0  # unfinished requests
     restarts: int = 0
     ready: bool = True  # False while it is being replaced
 
 
 @dataclass
-class RayEngines:
+class EngineGroup:
     """All engines as one; a request goes to the engine that has its prompt in the cache, or else to the least busy."""
 
     engines: Sequence[EngineReplica]
-    start: Callable[[int], Awaitable[Process[EngineWorker]]]  # starts a new process for the engine with this number
-    watch: ProcessWatch
+    start: Callable[[int], Awaitable[EngineProcess]]  # starts a new process for the engine with this number
     max_restarts: int  # per engine
+    guard: Guard = unguarded
     version: int = 0
     by_prefix: dict[int, EngineReplica] = field(default_factory=dict)  # cached prefixes; cleared at each sync
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while engines are replaced or get weights
     send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to a new engine
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate all completions; unfinished requests of a failed engine are generated again.
-
-        Requests with the same prefix go to the same engine.
-        """
-        order = sorted(range(len(requests)), key=lambda place: requests[place].prefix)
-        groups = [list(places) for _, places in groupby(order, key=lambda place: requests[place].prefix)]
-        calls = (self._generate([requests[place] for place in places]) for places in groups)
-        answers = await self.watch.guard(asyncio.gather(*calls))
-        made = [completion for answer in answers for completion in answer]
-        found = dict(zip(order, made, strict=True))
+        """Generate all completions; unfinished requests of a failed engine are generated again."""
+        batches = list(batch_by_prefix(requests))
+        calls = (self._generate([requests[place] for place in places]) for places in batches)
+        answers = await self.guard(asyncio.gather(*calls))
+        found: dict[int, Completion] = {}
+        for places, answer in zip(batches, answers, strict=True):
+            found |= zip(places, answer, strict=True)
         return [found[place] for place in range(len(requests))]
 
     async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate requests of one prefix, and retry them until an engine succeeds."""
+        """Generate requests of one prefix on one engine, and retry them until an engine succeeds."""
         if not self.engines:
             raise EngineError("a replayed run has no engine to generate with", try_this="a run without --replay")
         while True:
@@ -73,7 +84,7 @@ class RayEngines:
                 return await process.call(EngineWorker.generate, list(requests))
             except LOST as failure:
                 # The replacement completes even if the request that noticed the failure is cancelled.
-                replacing = self.watch.guard(self._replace_after(failure, engine, process))
+                replacing = self.guard(self._replace_after(failure, engine, process))
                 await asyncio.shield(mark_retrieved(asyncio.ensure_future(replacing)))
             finally:
                 engine.running -= len(requests)
@@ -86,9 +97,7 @@ class RayEngines:
         self.by_prefix[prefix] = chosen
         return chosen
 
-    async def _replace_after(
-        self, failure: OpenRLHFError, engine: EngineReplica, failed: Process[EngineWorker]
-    ) -> None:
+    async def _replace_after(self, failure: OpenRLHFError, engine: EngineReplica, failed: EngineProcess) -> None:
         """Replace a failed engine unless another request has; requests that lost it wait for the new one's weights."""
         async with self.change_lock:
             if engine.process is failed:
@@ -106,7 +115,7 @@ class RayEngines:
 
         async def replace_if_failed(engine: EngineReplica) -> bool:
             try:
-                await engine.process.within(SHORT_CALL).call(EngineWorker.apply, lambda engine: engine.health())
+                await engine.process.within(SHORT_CALL).call(EngineWorker.health)
             except LOST as failure:
                 await self._replace(engine, failure)
                 return True
@@ -125,8 +134,18 @@ class RayEngines:
         engine.process = await self.start(engine.number)
 
     async def apply(
-        self, work: Callable[[LoadingEngine], Awaitable[None]], *, seconds: float | None = SHORT_CALL
+        self, work: Callable[[EngineProcess], Awaitable[None]], *, seconds: float | None = SHORT_CALL
     ) -> None:
-        """Apply a function, such as one that pauses an engine, to all engines in their processes, and wait for them."""
-        calls = (engine.process.within(seconds).call(EngineWorker.apply, work) for engine in self.engines)
-        await asyncio.gather(*calls)
+        """Make a call, such as one that pauses an engine, to all engines at the same time, and wait for them."""
+        await asyncio.gather(*(work(engine.process.within(seconds)) for engine in self.engines))
+
+
+def batch_by_prefix(requests: Sequence[Request]) -> Iterator[list[int]]:
+    """Yield the places of requests that share a prefix, at most SLACK at a time.
+
+    A batch goes to one engine. More than SLACK samples of one prompt may go to several engines, like any others.
+    """
+    order = sorted(range(len(requests)), key=lambda place: requests[place].prefix)
+    for _, group in groupby(order, key=lambda place: requests[place].prefix):
+        places = list(group)
+        yield from (places[first : first + SLACK] for first in range(0, len(places), SLACK))

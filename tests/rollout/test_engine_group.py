@@ -1,14 +1,13 @@
-"""Routing requests to engines, and replacing engines that fail. The processes are stand-ins; Ray is not needed."""
+"""Routing requests to engines, and replacing engines that fail. The processes are stand-ins."""
 
 import asyncio
 from contextlib import suppress
 
 import pytest
 
-from openrlhf.cluster.actors import EngineWorker
-from openrlhf.cluster.calls import DeathError, ProcessWatch
-from openrlhf.cluster.engines import SLACK, EngineReplica, RayEngines
-from openrlhf.errors import EngineError, RolloutError
+from openrlhf.errors import DeathError, EngineError, RolloutError
+from openrlhf.rollout.engine_group import SLACK, EngineGroup, EngineReplica
+from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.types import Request, SamplingParams
 
 REQUESTS = [Request((1,), SamplingParams(max_tokens=1), prefix=number) for number in range(4)]
@@ -24,11 +23,11 @@ class AnsweringProcess:
     def within(self, _):
         return self
 
-    async def call(self, method, requests):
-        if method is EngineWorker.apply:
+    async def call(self, method, *arguments):
+        if method is EngineWorker.health:
             return None
         assert method is EngineWorker.generate
-        return [self.name] * len(requests)
+        return [self.name] * len(arguments[0])
 
     def kill(self):
         self.killed = True
@@ -51,7 +50,7 @@ class EngineSet:
         self.may_start = asyncio.Event()
         self.may_start.set()
         pool = [EngineReplica(number, process) for number, process in enumerate(processes)]
-        self.engines = RayEngines(pool, self.start, ProcessWatch(), max_restarts=max_restarts)
+        self.engines = EngineGroup(pool, self.start, max_restarts)
 
     async def start(self, number):
         self.started.append(number)
@@ -155,5 +154,39 @@ def test_requests_follow_their_prefix_until_that_engine_is_much_busier():
         assert engines.choose(8) is second
         first.running = SLACK + 1
         assert engines.choose(7) is second
+
+    asyncio.run(scenario())
+
+
+class HoldingProcess(AnsweringProcess):
+    """An engine that answers when `may_answer` is set."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.may_answer = asyncio.Event()
+
+    async def call(self, method, requests):
+        await self.may_answer.wait()
+        return await super().call(method, requests)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "engines", "most"), [(64, 8, 2, 256), (64, 8, 3, 176), (5, 8, 2, 24), (1, 512, 2, 288)]
+)
+def test_groups_are_spread_evenly(prompts, samples, engines, most):
+    async def scenario():
+        processes = [HoldingProcess(str(number)) for number in range(engines)]
+        pool = EngineSet(*processes).engines
+        rows = [[Request((1,), SamplingParams(max_tokens=1), prefix=prompt)] * samples for prompt in range(prompts)]
+        tasks = [asyncio.create_task(pool.generate(row)) for row in rows]
+        while sum(engine.running for engine in pool.engines) < prompts * samples:
+            await asyncio.sleep(0)
+        assert max(engine.running for engine in pool.engines) <= most
+        for process in processes:
+            process.may_answer.set()
+        answers = await asyncio.gather(*tasks)
+        if samples <= SLACK:  # the samples of a prompt share a cache
+            assert all(len(set(answer)) == 1 for answer in answers)
+        assert [engine.running for engine in pool.engines] == [0] * engines
 
     asyncio.run(scenario())
