@@ -1,4 +1,4 @@
-"""GPU memory shared by two processes through CUDA IPC, described by plain values instead of a pickle.
+"""GPU memory shared by processes through CUDA IPC, described by plain values instead of a pickle.
 
 The sender of a weight channel puts the description of its buffer into the header of a bucket; the receiver opens it and
 reads the same memory, so the bytes need not be sent.
@@ -37,7 +37,7 @@ def check_allocator() -> None:
 
 
 def share_memory(buffer: Tensor) -> SharedMemory:
-    """Describe a buffer for `open_memory` in another process. Reuse it only after that process has released it."""
+    """Describe a buffer for `open_memory` in one other process. Reuse it only after that process has released it."""
     storage: Any = buffer.untyped_storage()  # its type stub lacks this method
     _, *described = storage._share_cuda_()
     gpu = str(torch.cuda.get_device_properties(buffer.device).uuid)

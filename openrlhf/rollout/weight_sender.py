@@ -40,8 +40,6 @@ class WeightSender:
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         if channel.transport == "ipc":
-            if channel.receivers != 1:
-                raise BackendError(f"ipc expects 1 receiver, got {channel.receivers}: create one channel for each GPU")
             check_allocator()
         self.device = device
         self.receivers: dict[int, Receiver] = {}  # those that joined, by number
@@ -122,8 +120,12 @@ class WeightSender:
 
     def publish(self, message: bytes, data: Tensor | None = None) -> list[Future[None]]:
         """Start sending a message, and any bytes that follow it, to all receivers."""
-        seconds = self.channel.timeout
-        return [receiver.send(message, data, seconds) for receiver in self.receivers.values()]
+        return self.publish_each([message] * len(self.receivers), data)
+
+    def publish_each(self, messages: Iterable[bytes], data: Tensor | None = None) -> list[Future[None]]:
+        """Start sending each receiver its own message, and all of them the bytes that follow."""
+        pairs = zip(self.receivers.values(), messages, strict=True)
+        return [receiver.send(message, data, self.channel.timeout) for receiver, message in pairs]
 
     def await_answers(self, sending: Sequence[Future[None]], complaint: str) -> None:
         """Wait for an answer from each receiver to the message that `sending` sends.
@@ -220,13 +222,16 @@ class BucketPipeline:
         if header is None:
             bucket = self.idle.popleft()
             header = Header(self.version, bucket.entries, bucket.used)
-            if sender.channel.transport == "ipc":
-                # The receiver reads the same memory, so the copies into the bucket must be complete.
-                torch.cuda.current_stream(bucket.buffer.device).synchronize()
-                header = replace(header, shared=share_memory(bucket.buffer))
-            elif sender.channel.transport == "tcp":
+        if bucket is not None and sender.channel.transport == "ipc":
+            # Receivers read the same memory, so the copies into the bucket must be complete. Torch counts the readers
+            # of a description, and only one process may open it: each receiver gets its own.
+            torch.cuda.current_stream(bucket.buffer.device).synchronize()
+            shares = [share_memory(bucket.buffer) for _ in sender.receivers]
+            sending = sender.publish_each(replace(header, shared=share).encode() for share in shares)
+        else:
+            if bucket is not None and sender.channel.transport == "tcp":
                 data = bucket.buffer[: bucket.used]
-        sending = sender.publish(header.encode(), data)
+            sending = sender.publish(header.encode(), data)
         group = sender.group
         broadcast = None
         if bucket is not None and group is not None:
