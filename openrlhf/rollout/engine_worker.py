@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from openrlhf.rollout.engine import Checksums, LoadingEngine, Part, Weights
-from openrlhf.types import Completion, Request
+if TYPE_CHECKING:  # an engine process answers before it has imported torch
+    from openrlhf.rollout.engine import Checksums, LoadingEngine, Part, Weights
+    from openrlhf.types import Completion, Request
 
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
@@ -60,6 +61,9 @@ class EngineWorker:
 
     async def health(self) -> None:
         await self.engine.health()
+
+    async def ping(self) -> None:
+        """Answer, to show that the process reacts."""
 
     async def close(self) -> None:
         """Release the engine's device memory before the process ends."""

@@ -9,6 +9,7 @@ import os
 import sys
 
 MODULES = ("openrlhf.cli.", "deepspeed.launcher.launch")
+CODE = "openrlhf.rollout.engine_server"  # in programs of the form -c CODE
 FILES = ("default_worker.py", "ray_drivers.py", "bin/deepspeed", "bin/torchrun")
 
 if "WARM_PYTHON" in os.environ:
@@ -17,6 +18,8 @@ if "WARM_PYTHON" in os.environ:
     match words:
         case ["-m", module, *_] if module.startswith(MODULES):
             warm = True
+        case ["-c", code, *_]:
+            warm = CODE in code
         case [file, *_]:
             warm = file.endswith(FILES)
         case _:

@@ -1,0 +1,67 @@
+"""Program of an engine process: run the trainer's calls on an `EngineWorker` until the trainer is gone.
+
+`engine_process.py` starts it, with a socket as standard input. The engine has its own threads, so calls run
+concurrently on this process's event loop, and a cancelled call cancels its requests. The process never outlives the
+trainer: the process ends when the socket closes and, on Linux, the kernel kills it with the trainer, even while the
+engine holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+
+from openrlhf.errors import BackendError, OpenRLHFError
+from openrlhf.rollout.engine_messages import Call, Cancel, Message, Raised, Returned, encode, receive
+from openrlhf.rollout.engine_worker import EngineWorker
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the parent of this process dies
+
+
+def main() -> None:
+    """Serve calls on the socket that is standard input."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:  # no other code may read from the socket
+        os.dup2(nothing.fileno(), 0)
+    asyncio.run(EngineServer().serve(connection))
+
+
+class EngineServer:
+    """The worker of this process, and the calls that run on it."""
+
+    def __init__(self) -> None:
+        self.worker = EngineWorker()
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # by the number of their call
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Start the calls that arrive; end the process when the trainer has closed the connection."""
+        reader, self.writer = await asyncio.open_unix_connection(sock=connection)
+        while (message := await receive(reader)) is not None:
+            match message:
+                case Call():
+                    task = asyncio.create_task(self._answer(message))
+                    self.tasks[message.number] = task
+                    task.add_done_callback(lambda _, number=message.number: self.tasks.pop(number))
+                case Cancel():
+                    if message.number in self.tasks:
+                        self.tasks[message.number].cancel()
+        os._exit(0)  # without waiting for the engine, which may hang
+
+    async def _answer(self, call: Call) -> None:
+        """Run a call, and send its result or its error."""
+        answer: Message
+        try:
+            answer = Returned(call.number, await getattr(self.worker, call.method)(*call.arguments, **call.named))
+        except OpenRLHFError as error:
+            answer = Raised(call.number, error)
+        except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the caller must not hang
+            problem = BackendError(f"{type(error).__name__}: {error}")
+            answer = Raised(call.number, problem, traceback.format_exc())
+        self.writer.write(encode(answer))

@@ -1,0 +1,158 @@
+"""Engine processes of a trainer: calls, errors, deaths and clean-up, with a stand-in for the engine."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import psutil
+import pytest
+
+from openrlhf.errors import BackendError, DeathError, EngineError, RolloutError
+from openrlhf.rollout import engine_process
+from openrlhf.rollout.engine_process import open_engine_processes
+from openrlhf.rollout.engine_worker import EngineWorker
+from openrlhf.types import Request, SamplingParams
+from tests.commands import command_environ
+from tests.rollout.engine_stand_ins import ECHO, EXITS, FAILS, KILLED, REJECTS, WAITS, StandInEngine
+
+WATCHDOG = 120.0  # seconds
+
+
+def request(*ids, prefix=0):
+    return Request(ids, SamplingParams(max_tokens=1), prefix=prefix)
+
+
+def open_stand_ins(count=1, max_restarts=0, in_turn=False):
+    return open_engine_processes(
+        count,
+        lambda number: partial(StandInEngine, number),
+        environment={},
+        timeout=WATCHDOG,
+        max_restarts=max_restarts,
+        in_turn=in_turn,
+        awaits_weights=False,
+    )
+
+
+def with_engines(scenario, **settings):
+    """Run `scenario(group)` while engine processes run; none of them may be left afterwards."""
+    children = []
+
+    async def run():
+        async with open_stand_ins(**settings) as group:
+            children.extend(psutil.Process().children())
+            await scenario(group)
+
+    asyncio.run(asyncio.wait_for(run(), WATCHDOG))
+    assert len(children) >= settings.get("count", 1)
+    assert not any(child.is_running() for child in children)
+
+
+def test_answers_and_errors_return_as_they_are(capfd):
+    async def scenario(group):
+        process = group.engines[0].process
+        assert [answer.token_ids for answer in await group.generate([request(ECHO, 7), request(ECHO, 8)])] == [
+            (ECHO, 7),
+            (ECHO, 8),
+        ]
+        with pytest.raises(RolloutError, match=r"^engine 0 \(process \d+\): too long\. Try: a shorter prompt$"):
+            await group.generate([request(REJECTS)])
+        with pytest.raises(BackendError, match=r"^engine 0 \(process \d+\): ZeroDivisionError: by zero$"):
+            await group.generate([request(FAILS)])
+        waiting = asyncio.create_task(group.generate([request(WAITS)]))
+        await process.call(EngineWorker.ping)  # by now the engine has the request
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(RolloutError, match="1 cancelled"):
+            await process.call(EngineWorker.health)
+
+    with_engines(scenario)
+    stderr = capfd.readouterr().err
+    assert "unexpected error in engine 0" in stderr
+    assert "ZeroDivisionError" in stderr
+
+
+def test_a_death_fails_all_calls_and_says_why():
+    async def scenario(group):
+        first, second = group.engines
+        waiting = asyncio.gather(
+            first.process.call(EngineWorker.generate, [request(WAITS)]),
+            first.process.call(EngineWorker.generate, [request(EXITS)]),
+            second.process.call(EngineWorker.generate, [request(KILLED)]),
+            return_exceptions=True,
+        )
+        errors = list(map(str, await waiting))
+        last = "exit code 3; the last line of its output: out of ideas. Try: the same command with --load_checkpoint"
+        assert all(last in error for error in errors[:2])
+        assert "engine 1 (process" in errors[2]
+        assert "died: killed by SIGKILL" in errors[2]
+        with pytest.raises(DeathError, match="exit code 3"):  # also later
+            await first.process.call(EngineWorker.ping)
+        with pytest.raises(EngineError, match=r"exit code 3.*, after 0 restarts \(--max_restarts\)"):
+            await group.generate([request(ECHO)])
+
+    with_engines(scenario, count=2)
+
+
+def test_a_dead_engine_is_restarted_and_its_requests_are_generated_again(capfd):
+    async def scenario(group):
+        pids = [engine.process.child.process.pid for engine in group.engines]
+        waiting = asyncio.create_task(group.engines[1].process.call(EngineWorker.ping))
+        os.kill(pids[0], signal.SIGKILL)
+        requests = [request(ECHO, number, prefix=number) for number in range(8)]
+        answers = await group.generate(requests)
+        assert [answer.token_ids for answer in answers] == [asked.prompt_token_ids for asked in requests]
+        await waiting
+        now = [engine.process.child.process.pid for engine in group.engines]
+        assert now[0] != pids[0]
+        assert now[1] == pids[1]
+
+    with_engines(scenario, count=2, max_restarts=1, in_turn=True)
+    assert "died: killed by SIGKILL; restarting the engine" in capfd.readouterr().err
+
+
+def test_a_stopped_process_counts_as_dead(monkeypatch):
+    monkeypatch.setattr(engine_process, "GRACE_SECONDS", 0.1)
+
+    async def scenario(group):
+        child = group.engines[0].process.child
+        os.kill(child.process.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(group.generate([request(ECHO)]))
+        await child.watch(0.1)
+        with pytest.raises(EngineError, match=r"did not react for 0\.1 seconds \(--engine_timeout\)"):
+            await waiting
+
+    with_engines(scenario)
+
+
+TRAINER = """
+import asyncio, sys
+from tests.rollout.test_engine_process import open_stand_ins
+
+async def main():
+    async with open_stand_ins(2) as group:
+        print(*(engine.process.child.process.pid for engine in group.engines), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_engines_end_with_the_trainer(killed):
+    command = [sys.executable, "-c", TRAINER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=command_environ()) as trainer:
+        engines = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+        assert len(engines) == 2
+        if killed:
+            engines[0].suspend()  # the kernel ends it, not its own code
+            trainer.kill()
+        else:
+            trainer.stdin.close()
+        _, alive = psutil.wait_procs(engines, timeout=WATCHDOG)
+        assert not alive
+        assert trainer.wait(WATCHDOG) == (-signal.SIGKILL if killed else 0)
