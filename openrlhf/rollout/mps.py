@@ -1,0 +1,133 @@
+"""CUDA MPS: the processes that share a GPU run their kernels side by side, instead of one process after the other.
+
+MPS is a daemon of NVIDIA's driver, to which a process connects when it initialises CUDA. `use_mps` starts one for this
+process and the engines that it will start; all of them must be clients, because weights travel between them by CUDA
+IPC. A process that has connected cannot do without its daemon, so the daemon stays until this process has ended, also
+if it was killed: the daemon's parent is a small keeper process, which waits for that, stops the daemon (`quit`) and
+removes its folder. That is why the daemon runs in the foreground (-f) of the keeper instead of the background (-d).
+
+This file also runs as a script, the keeper, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS = "CUDA_MPS_LOG_DIRECTORY"
+USUAL_PIPES = Path("/tmp/nvidia-mps")  # CUDA's default for PIPES
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of the CUDA driver
+START_SECONDS = 10.0  # for the daemon to answer
+POLL_SECONDS = 0.1
+CHECK_SECONDS = 0.5  # between two looks at whether the process still runs
+QUIT_SECONDS = 10.0  # for the daemon to end, before it is killed
+
+
+def use_mps() -> str | None:
+    """Make this process and those that it starts clients of MPS; return None, or why they are not.
+
+    Call it before anything initialises CUDA. An MPS that runs already is used as it is.
+    """
+    if cuda_is_initialized():
+        return None if PIPES in os.environ else "CUDA was initialised before MPS could be started"
+    if PIPES in os.environ or (USUAL_PIPES.exists() and answers(os.environ)):
+        return None
+    if shutil.which(CONTROL) is None:
+        return f"{CONTROL} is not installed"
+    folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
+    variables = {PIPES: folder, LOGS: folder}
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", __file__, str(os.getpid())],
+        cwd="/",
+        stdin=subprocess.PIPE,  # closes when this process ends
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches only the trainer
+        env=dict(os.environ) | variables,
+    )
+    _keepers.append(keeper)
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and keeper.poll() is None:
+        if answers(variables):
+            os.environ |= variables
+            return None
+        time.sleep(POLL_SECONDS)
+    problem = last_line(Path(folder) / "control.log") or "it does not answer"
+    keeper.communicate(b"end")
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"{CONTROL} cannot start: {problem}"
+
+
+_keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
+
+
+def cuda_is_initialized() -> bool:
+    """Return whether this process has initialised CUDA: it has then looked for MPS, and will not look again."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is no driver
+        return False
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != NOT_INITIALIZED
+
+
+def answers(variables: Mapping[str, str]) -> bool:
+    """Return whether a daemon with these environment variables answers."""
+    return tell("get_server_list", variables) == 0
+
+
+def tell(command: str, variables: Mapping[str, str]) -> int | None:
+    """Send the daemon a command; return the exit code, or None if it takes too long or cannot be sent."""
+    try:
+        return subprocess.run(
+            [CONTROL],
+            input=f"{command}\n".encode(),
+            env=dict(os.environ) | dict(variables),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=QUIT_SECONDS,
+            check=False,
+        ).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def last_line(log: Path) -> str:
+    with suppress(OSError):
+        return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])
+    return ""
+
+
+def keep(parent: int) -> None:
+    """Run the daemon until the parent has ended, or writes to the pipe; then stop it and remove its folder.
+
+    If the daemon ends before, so does the keeper; while the daemon starts, the parent then reads its log.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    daemon = subprocess.Popen([CONTROL, "-f"], stdin=subprocess.DEVNULL, start_new_session=True)
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], CHECK_SECONDS)[0]:
+        if daemon.poll() is not None:
+            return
+    tell("quit", os.environ)
+    with suppress(subprocess.TimeoutExpired):
+        daemon.wait(QUIT_SECONDS)
+    with suppress(ProcessLookupError):  # the daemon, if it did not end, and its server
+        os.killpg(daemon.pid, signal.SIGKILL)
+    daemon.wait()
+    shutil.rmtree(os.environ[PIPES], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[1]))

@@ -1,0 +1,97 @@
+"""Starting and stopping CUDA MPS, with a script in place of NVIDIA's daemon."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from openrlhf.rollout.mps import CONTROL
+from tests.commands import command_environ
+
+WATCHDOG = 60.0  # seconds
+DAEMON = """#!/bin/sh
+if [ "$1" = -f ]; then
+    echo start >> "$COMMANDS"
+    test "$BROKEN" && { echo "no permission for the GPU" > "$CUDA_MPS_LOG_DIRECTORY/control.log"; exit 1; }
+    mkfifo "$CUDA_MPS_PIPE_DIRECTORY/control"
+    read -r command < "$CUDA_MPS_PIPE_DIRECTORY/control"
+    exit 0
+fi
+read -r command
+test -p "$CUDA_MPS_PIPE_DIRECTORY/control" || exit 1
+echo "$command" >> "$COMMANDS"
+test "$command" = quit && echo quit > "$CUDA_MPS_PIPE_DIRECTORY/control"
+exit 0
+"""
+TRAINER = """
+import os, sys
+from openrlhf.rollout.mps import use_mps
+print(use_mps(), os.environ.get("CUDA_MPS_PIPE_DIRECTORY"), sep="|", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Start a process that calls `use_mps`; yield it with its answer, its CUDA_MPS_PIPE_DIRECTORY and all commands."""
+
+    @contextmanager
+    def start(**environ):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        if environ.pop("installed", True):
+            (tmp_path / "bin" / CONTROL).write_text(DAEMON)
+            (tmp_path / "bin" / CONTROL).chmod(0o755)
+        commands = tmp_path / "commands"
+        commands.touch()
+        environ = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "COMMANDS": str(commands), **environ}
+        words = [sys.executable, "-c", TRAINER]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(words, **pipes, text=True, env=command_environ(**environ)) as process:
+            problem, folder = process.stdout.readline().strip().split("|")
+            try:
+                yield process, problem, folder, lambda: commands.read_text().split()
+            finally:
+                process.kill()
+
+    return start
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_daemon_ends_after_the_process_that_started_it(killed, started):
+    with started() as (process, problem, folder, commands):
+        assert problem == "None"
+        assert Path(folder).is_dir()
+        assert set(commands()) == {"start", "get_server_list"}
+        helpers = psutil.Process(process.pid).children(recursive=True)
+        if killed:
+            process.kill()
+        else:
+            process.stdin.close()
+        _, alive = psutil.wait_procs(helpers, timeout=WATCHDOG)
+        assert not alive
+        assert not Path(folder).exists()
+        assert commands()[-1] == "quit"
+
+
+def test_a_daemon_that_cannot_start_is_reported_with_its_reason(started):
+    with started(BROKEN="yes") as (process, problem, folder, commands):
+        assert problem == f"{CONTROL} cannot start: no permission for the GPU"
+        assert folder == "None"
+        assert psutil.Process(process.pid).children() == []
+        assert commands() == ["start"]
+
+
+def test_without_the_program_nothing_is_started(started):
+    with started(installed=False) as (process, problem, _, _):
+        assert problem == f"{CONTROL} is not installed"
+        assert psutil.Process(process.pid).children() == []
+
+
+def test_an_mps_of_the_user_is_used_as_it_is(started, tmp_path):
+    with started(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)) as (_, problem, folder, commands):
+        assert problem == "None"
+        assert folder == str(tmp_path)
+        assert commands() == []
