@@ -2,6 +2,7 @@
 
     python benchmarks/rl_step.py                       one process, vLLM in it
     python benchmarks/rl_step.py --runtime ray         Ray, engine and models on the same GPU
+    python benchmarks/rl_step.py --engines_per_gpu 2   one process, two engine processes beside it
     python benchmarks/rl_step.py --tiny                a small shape on a CPU, to try the script
 
 The 1.5B shape of Qwen2.5 with random weights, 64 prompts of 128 tokens x 8 samples of exactly 512 tokens, one optimizer
@@ -43,6 +44,7 @@ def flags(folder: Path, args: argparse.Namespace) -> list[str]:
         "max_new_tokens": args.new_tokens,
         "min_new_tokens": args.new_tokens,
         "vllm_num_engines": 1,
+        "vllm_engines_per_gpu": args.engines_per_gpu,
         "vllm_gpu_memory_utilization": args.memory,
         "actor_num_gpus_per_node": 1,
         "max_steps": args.steps,
@@ -110,7 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", choices=("local", "ray"), default="local")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engine")
+    parser.add_argument("--engines_per_gpu", type=int, default=1)
+    parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engines")
     parser.add_argument("--tokens", type=int, default=16_640, help="tokens of a micro-batch")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--skip_alone", action="store_true", help="skip vLLM's own generate")

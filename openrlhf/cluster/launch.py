@@ -52,12 +52,15 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
     asked = plan(config)
     if config.rollout.replay:
         asked = replace(asked, engines=())
+    per_gpu = asked.engines[0].per_gpu if asked.engines else 1
     sleeps, shares_devices = config.engines.vllm_enable_sleep, any(engine.shares for engine in asked.engines)
     folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
     with connect(asked, folders) as cluster:
         async with open_starter(cluster) as starter:
             explain_hardware(config, torch.device("cpu" if cluster.unit == "CPU" else "cuda"))
             say(f"starting {asked.describe()}")
+            if per_gpu > 1 and cluster.unit == "GPU":
+                say(f"{per_gpu} vLLM engines per GPU take turns, unless CUDA MPS runs on the nodes")
             starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
             starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
             if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
@@ -78,7 +81,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             workers = RayWorkers(groups)
             workers_per_engine = asked.engines[0].devices if asked.engines else 1
             sync = GroupSync(
-                PolicyRanks(workers.policy, transport, workers_per_engine),
+                PolicyRanks(workers.policy, transport, workers_per_engine, per_gpu),
                 engines,
                 sleeps=sleeps,
                 drains=not config.asynchrony.partial_rollout,

@@ -36,15 +36,22 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine, on its own devices or on those of ranks [number * devices, (number + 1) * devices) of a group."""
+    """One engine, on devices of its own or on those of a group; consecutive engines may share their devices."""
 
     number: int
     devices: int  # its tensor-parallel size
     shares: str | None  # name of the group whose devices it shares; None if it has its own
+    per_gpu: int = 1  # engines that share the same devices
+
+    @property
+    def place(self) -> int:
+        """Number of its devices: those of ranks [place * devices, (place + 1) * devices) of a group it shares."""
+        return self.number // self.per_gpu
 
     @property
     def name(self) -> str:
-        return f"engine-{self.number}"
+        """Name of its devices, if it has its own."""
+        return f"engine-{self.place}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class PlacementPlan:
         """Return the blocks of all devices in bundle order: groups by rank, then engines with their own devices."""
         groups = (DeviceBlock(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes))
         own = (DeviceBlock(engine.name, engine.devices) for engine in self.engines if engine.shares is None)
-        return (*groups, *own)
+        return (*groups, *dict.fromkeys(own))
 
     @property
     def devices(self) -> int:
@@ -77,7 +84,8 @@ class PlacementPlan:
         parts = [f"{group.name} {group.nodes} x {group.devices_per_node}" for group in self.groups]
         own = [engine for engine in self.engines if engine.shares is None]
         if own:
-            parts.append(f"engines {len(own)} x {own[0].devices}")
+            each = f" with {own[0].per_gpu} engines each" if own[0].per_gpu > 1 else ""
+            parts.append(f"engines {own[-1].place + 1} x {own[0].devices}{each}")
         return ", ".join(parts)
 
 
@@ -94,7 +102,8 @@ def plan(config: RLConfig) -> PlacementPlan:
         return PlacementPlan(groups, tuple(EnginePlan(rank, 1, policy.name) for rank in range(policy.size)))
     hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
     size, shares = config.engines.vllm_tensor_parallel_size, policy.name if hybrid else None
-    return PlacementPlan(groups, tuple(EnginePlan(number, size, shares) for number in range(count)))
+    per_gpu = config.engines.vllm_engines_per_gpu or 1
+    return PlacementPlan(groups, tuple(EnginePlan(number, size, shares, per_gpu) for number in range(count * per_gpu)))
 
 
 def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:

@@ -88,7 +88,7 @@ class Cluster:
     def engine_slot(self, number: int) -> ProcessSlot:
         """Return the slot of an engine: one process that sees all the engine's devices, on their node."""
         engine = self.plan.engines[number]
-        first = number * engine.devices if engine.shares else 0
+        first = engine.place * engine.devices if engine.shares else 0
         return self._slot(self.devices[engine.shares or engine.name][first : first + engine.devices], {})
 
     def _slot(self, devices: Sequence[Device], environment: Mapping[str, str]) -> ProcessSlot:

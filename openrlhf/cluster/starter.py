@@ -75,11 +75,17 @@ class ProcessStarter:
         return WorkerGroup(group, processes, positions, self.watch)
 
     async def start_engines(self, spec: EngineSpec, *, max_restarts: int) -> EngineGroup:
-        """Start all engines of the plan at the same time; `EngineGroup` also starts those that replace failed ones."""
+        """Start the engines of the plan; `EngineGroup` also starts those that replace failed ones.
+
+        Engines that share a GPU start one after the other: vLLM measures at its start how much its own model takes.
+        """
         import ray
 
         remote: Any = ray.remote
         actor = remote(concurrency_groups={BACKGROUND: 1})(EngineWorker)
+        plans = self.cluster.plan.engines
+        per_gpu = plans[0].per_gpu if plans else 1
+        spec = spec.divided(per_gpu)
 
         async def start(number: int) -> Process[EngineWorker]:
             slot = self.cluster.engine_slot(number)
@@ -91,6 +97,9 @@ class ProcessStarter:
             await self.watch.guard(starting.call(EngineWorker.start, build, spec.awaits_weights))
             return process
 
-        started = await asyncio.gather(*(start(engine.number) for engine in self.cluster.plan.engines))
-        engines = [EngineReplica(number, process) for number, process in enumerate(started)]
+        started: dict[int, Process[EngineWorker]] = {}
+        for turn in range(per_gpu):
+            numbers = [plan.number for plan in plans if plan.number % per_gpu == turn]
+            started |= zip(numbers, await asyncio.gather(*map(start, numbers)), strict=True)
+        engines = [EngineReplica(number, started[number]) for number in sorted(started)]
         return EngineGroup(engines, start, max_restarts, self.watch.guard)

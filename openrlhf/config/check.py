@@ -107,6 +107,7 @@ RL: Rules = (
     rl.overlong_buffer_fits_the_response,
     rl.evaluation_needs_eval_steps,
     placement.local_runtime_is_one_device,
+    placement.engines_on_one_gpu_are_whole,
     placement.sleep_needs_colocation,
     sharding.sleeping_needs_movable_gradients,
     placement.async_engines_have_their_own_devices,

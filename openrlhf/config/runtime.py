@@ -59,7 +59,10 @@ def policy_ranks(config: RLConfig) -> int:
 
 def num_engines(config: RLConfig, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of vLLM engines; without vLLM, one Transformers engine per policy process."""
-    return config.engines.vllm_num_engines or num_devices(config, "actor", environ)
+    engines = config.engines
+    if engines.vllm_num_engines:
+        return engines.vllm_num_engines * (engines.vllm_engines_per_gpu or 1)
+    return num_devices(config, "actor", environ)
 
 
 def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> int | None:

@@ -1,14 +1,14 @@
-"""Single-process runtime of reinforcement learning: models, engine and weight sync, without Ray.
+"""Local runtime of reinforcement learning: models, engine and weight sync, without Ray.
 
 `open_local` builds them and yields a `Runtime`, as `cluster.launch.open_ray` does for a cluster. `rl.train` runs the
-controller with it.
+controller with it. The models are in this process, and so is the engine, unless there are several (`local_engines`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -21,9 +21,12 @@ from openrlhf.config.runtime import is_asynchronous, uses_vllm
 from openrlhf.models.plain import plain_copy
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
+from openrlhf.rl.local_engines import LocalPolicy, engines_per_gpu, open_engines, share_gpu
 from openrlhf.rl.models import Models
 from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
+from openrlhf.rollout.engine_worker import EngineWorker
+from openrlhf.rollout.group_sync import GroupSync
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sync_proof import RecordedWeights, SyncProof, compare
 from openrlhf.training.preflight import explain_hardware
@@ -49,6 +52,7 @@ class LocalWorkers:
 
     models: Models
     on_thread: bool = False  # compute in a thread, so that the engine keeps generating
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights change
 
     async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
         return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
@@ -75,7 +79,8 @@ class LocalWorkers:
     ) -> dict[str, float]:
         values: dict[str, float] = {}
         if train_policy:
-            values |= await self._run(self.models.train_policy, micro_batches, kl_coef, progress)
+            async with self.updating:
+                values |= await self._run(self.models.train_policy, micro_batches, kl_coef, progress)
         if self.models.critic is not None:
             values |= await self._run(self.models.train_critic, micro_batches, progress)
         return values
@@ -151,11 +156,13 @@ class LocalSync:
 
 @asynccontextmanager
 async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Runtime]:
-    """Build models, engine and weight sync in this process.
+    """Build models, engine and weight sync.
 
-    vLLM is started before the models are built, because it seeds torch (see rollout/vllm). With --vllm_enable_sleep,
-    it sleeps while the models load.
+    vLLM is started before the models are built, because it seeds torch (see rollout/vllm) and measures the free memory.
+    With --vllm_enable_sleep, it sleeps while the models load.
     """
+    count = engines_per_gpu(config)
+    share_gpu(config, count)
     device = join(config)
     explain_hardware(config, device)
     asynchronous = is_asynchronous(config)
@@ -175,15 +182,28 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         finally:
             await engine.close()
         return
+    sleeps, drains = config.engines.vllm_enable_sleep, not config.asynchrony.partial_rollout
+    proof = SyncProof(config.engines.sync_check_every)
+
+    def load_models() -> LocalWorkers:
+        seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
+        return LocalWorkers(build_models(config, tokenizer, device, rollouts), on_thread=asynchronous)
+
+    if count > 1:
+        async with open_engines(config, count, device) as group:
+            if sleeps:
+                await group.apply(lambda process: process.call(EngineWorker.sleep))
+            workers = load_models()
+            with closing(LocalPolicy(workers.models, device, workers.updating)) as policy:
+                group_sync = GroupSync(policy, group, sleeps, drains, proof)
+                group.send_weights = group_sync.resend
+                yield Runtime(workers, group, group_sync)
+        return
     vllm = make_engine(engine_spec(config), tokenizer, device)
     try:
-        sleeps = config.engines.vllm_enable_sleep
         if sleeps:
             await vllm.sleep()
-        seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
-        models = build_models(config, tokenizer, device, rollouts)
-        drains = not config.asynchrony.partial_rollout
-        sync = LocalSync(models, vllm, sleeps, drains, SyncProof(config.engines.sync_check_every))
-        yield Runtime(LocalWorkers(models, on_thread=asynchronous), vllm, sync)
+        workers = load_models()
+        yield Runtime(workers, vllm, LocalSync(workers.models, vllm, sleeps, drains, proof))
     finally:
         await vllm.close()

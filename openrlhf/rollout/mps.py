@@ -48,6 +48,8 @@ def use_mps() -> str | None:
         return f"{CONTROL} is not installed"
     folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
     variables = {PIPES: folder, LOGS: folder}
+    # The daemon sees all GPUs: clients would otherwise have to number them from the first one that the daemon sees.
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     keeper = subprocess.Popen(
         [sys.executable, "-I", __file__, str(os.getpid())],
         cwd="/",
@@ -55,7 +57,7 @@ def use_mps() -> str | None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches only the trainer
-        env=dict(os.environ) | variables,
+        env=environ | variables,
     )
     _keepers.append(keeper)
     deadline = time.monotonic() + START_SECONDS

@@ -4,7 +4,8 @@
 cluster, it is sent to the worker process that builds the engine (`rl.engines.make_engine`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from openrlhf.config.sections.cluster import EngineFlags
 from openrlhf.config.sections.model import ServedModelFlags
@@ -22,3 +23,8 @@ class EngineSpec:
     max_num_seqs: int | None = None  # maximum concurrent sequences in vLLM (default: vLLM's choice)
     whole_log_probs: bool = False  # return log-probs over the whole vocabulary even if sampling is truncated
     awaits_weights: bool = True  # do not generate before the policy's weights have been received
+
+    def divided(self, count: int) -> Self:
+        """Describe one of `count` engines that share the memory of this one."""
+        share = self.engines.vllm_gpu_memory_utilization / count
+        return replace(self, engines=replace(self.engines, vllm_gpu_memory_utilization=share))

@@ -83,6 +83,16 @@ def test_hybrid_engines_share_the_devices_of_the_models():
     assert found.blocks() == (DeviceBlock("models", 8),)
 
 
+def test_several_engines_share_a_gpu():
+    hybrid = make_plan(f"{FUNCTION} --colocate_all_models --vllm_num_engines 8 --vllm_engines_per_gpu 2")
+    assert [engine.place for engine in hybrid.engines] == [number // 2 for number in range(16)]
+    assert hybrid.blocks() == (DeviceBlock("models", 8),)
+    own = make_plan(f"{FUNCTION} --vllm_num_engines 2 --vllm_engines_per_gpu 2")
+    assert [engine.name for engine in own.engines] == ["engine-0", "engine-0", "engine-1", "engine-1"]
+    assert own.blocks()[-2:] == (DeviceBlock("engine-0", 1), DeviceBlock("engine-1", 1))
+    assert own.describe().endswith("engines 2 x 1 with 2 engines each")
+
+
 @pytest.mark.parametrize("flags", ["", "--colocate_all_models --async_train"])
 def test_other_engines_have_devices_of_their_own(flags):
     found = make_plan(f"{FUNCTION} {flags} --vllm_num_engines 2 --vllm_tensor_parallel_size 4")

@@ -11,7 +11,7 @@ import openrlhf
 from openrlhf.config.check import RULES, check
 from openrlhf.config.checks.extras import is_editable, pip_install
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.flags import flag_values, flags_of
+from openrlhf.config.flags import flag_values, flags_of, replace_flags
 from openrlhf.config.parser import parse
 from openrlhf.config.runtime import critic_model, most_episodes, num_devices, resolve_runtime
 from openrlhf.config.sections.cluster import ROLES
@@ -199,6 +199,12 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("ranges_are_intervals", "train_ppo", "--reward_clip_range 1 -1", "--reward_clip_range 1.0 -1.0 is an empty range"),
     ("local_runtime_is_one_device", "train_ppo", "--vllm_num_engines 2", "--runtime local|Try: --runtime ray"),
     ("local_runtime_is_one_device", "train_ppo_ray", "--runtime local --actor_num_nodes 2", "--runtime local"),
+    (
+        "engines_on_one_gpu_are_whole",
+        "train_ppo_ray",
+        "--vllm_num_engines 2 --vllm_tensor_parallel_size 2 --vllm_engines_per_gpu 2",
+        "--vllm_engines_per_gpu 2|--vllm_tensor_parallel_size 2 spreads an engine over 2 GPUs",
+    ),
     (
         "async_engines_have_their_own_devices",
         "train_ppo_ray",
@@ -790,6 +796,7 @@ def test_an_unnamed_count_is_eight_on_ray_and_one_locally():
 def test_episodes_are_limited_per_engine_or_together():
     per_engine = rl("--vllm_num_engines 4 --max_episodes_per_engine 128")
     assert most_episodes(per_engine, {}) == 512
+    assert most_episodes(replace_flags(per_engine, vllm_engines_per_gpu=2), {}) == 1024
     assert most_episodes(rl("--max_episodes_per_engine 128"), {}) == 128  # the one engine of a local run
     assert most_episodes(rl("--actor_num_gpus_per_node 2 --max_episodes_per_engine 128"), {}) == 256
     assert most_episodes(rl("--max_episodes_per_engine 128 --max_concurrent_episodes 100"), {}) == 100

@@ -49,7 +49,7 @@ SAID = {  # command and flags -> the line
         "(--vllm_num_engines)"
     ),
     "train_ppo --vllm_sync_backend gloo": (
-        "--vllm_sync_backend gloo has no effect without vLLM engines in their own processes (--runtime ray)"
+        "--vllm_sync_backend gloo has no effect without vLLM engines on other devices (--runtime ray)"
     ),
     "train_ppo --step_rewards": "--step_rewards has no effect with --remote_rm_url",
     "train_ppo --reward_api_key secret": (

@@ -65,6 +65,18 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
         )
 
 
+def engines_on_one_gpu_are_whole(config: RLConfig) -> None:
+    """Reject several engines per GPU for engines that are spread over several GPUs."""
+    engines = config.engines
+    count, size = engines.vllm_engines_per_gpu or 1, engines.vllm_tensor_parallel_size
+    if count > 1 and size > 1 and engines.vllm_num_engines:
+        raise ConfigError(
+            f"--vllm_engines_per_gpu {count} is for models that fit on a part of a GPU, but "
+            f"--vllm_tensor_parallel_size {size} spreads an engine over {size} GPUs",
+            try_this="--vllm_engines_per_gpu 1",
+        )
+
+
 def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
     """Turn off sleep for engines with dedicated devices, which have no reason to free memory."""
     shares = config.placement.colocate_all_models or resolve_runtime(config) == "local"

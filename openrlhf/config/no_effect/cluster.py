@@ -35,14 +35,15 @@ WITHOUT_VLLM = "without vLLM (--vllm_num_engines)"
 CLUSTER = rows(
     RLConfig,
     (
-        "vllm_gpu_memory_utilization vllm_enable_sleep enable_prefix_caching enforce_eager partial_rollout",
+        "vllm_engines_per_gpu vllm_gpu_memory_utilization vllm_enable_sleep enable_prefix_caching enforce_eager "
+        "partial_rollout",
         WITHOUT_VLLM,
         lambda c: not uses_vllm(c),
     ),
     devices_idle("vllm_tensor_parallel_size", WITHOUT_VLLM, lambda c: not uses_vllm(c)),
     (
         "vllm_sync_backend",
-        "without vLLM engines in their own processes (--runtime ray)",
+        "without vLLM engines on other devices (--runtime ray)",
         lambda c: resolve_runtime(c) == "local" or not uses_vllm(c),
     ),
     (
@@ -53,9 +54,14 @@ CLUSTER = rows(
     ("sync_check_every", "because the engine samples with the policy itself", engine_and_policy_are_one),
     ("sync_check_every engine_timeout", "with --replay, which generates nothing", replays),
     (
-        "colocate_actor_ref colocate_critic_reward colocate_all_models max_restarts worker_timeout",
+        "colocate_actor_ref colocate_critic_reward colocate_all_models worker_timeout",
         "in one process",
         lambda c: resolve_runtime(c) == "local",
+    ),
+    (
+        "max_restarts",
+        "without engines in their own processes (--vllm_engines_per_gpu 2, or --runtime ray)",
+        lambda c: resolve_runtime(c) == "local" and not (uses_vllm(c) and c.engines.vllm_engines_per_gpu != 1),
     ),
     (
         "colocate_actor_ref colocate_critic_reward",

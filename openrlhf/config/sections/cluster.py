@@ -82,7 +82,13 @@ class EngineFlags:
         essential=True,
     )
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
-    vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)
+    vllm_engines_per_gpu: int | None = flag(
+        None,
+        "Replace each engine by N engine processes that share its GPU and its memory (default: 2 in one process on a "
+        "GPU if rollouts are large and the model is small, else 1).",
+        POSITIVE,
+    )
+    vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that its engines use.", POSITIVE_SHARE)
     vllm_enable_sleep: bool = flag(False, "Free the engines' memory while models train (needs --colocate_all_models).")
     vllm_sync_backend: Literal["nccl", "gloo"] = flag(
         "nccl", "Backend that sends weights to engines on other devices; gloo uses host memory and TCP."
@@ -93,8 +99,8 @@ class EngineFlags:
     max_restarts: int = flag(1, "How many times a dead engine is restarted before the run stops.", NOT_NEGATIVE)
     engine_timeout: float = flag(
         1800.0,
-        "Seconds without a new token, or for one weight load, after which an engine counts as hung. On Ray, the engine "
-        "is restarted; in a single process, the run ends.",
+        "Seconds without a new token, or for one weight load, after which an engine counts as hung. An engine in a "
+        "process of its own is restarted; otherwise the run ends.",
         POSITIVE,
     )
     sync_check_every: int = flag(
