@@ -66,8 +66,8 @@ class EngineChild:
         number = self.count
         answer: asyncio.Future[object] = mark_retrieved(asyncio.get_running_loop().create_future())
         self.unanswered[number] = answer
-        self._send(Call(number, method, arguments, named))
         try:
+            self._send(Call(number, method, arguments, named))
             return await answer
         except asyncio.CancelledError:
             self._send(Cancel(number))
