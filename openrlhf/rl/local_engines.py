@@ -63,8 +63,10 @@ def engines_per_gpu(config: RLConfig) -> int:
 
     This does not initialise CUDA, because MPS must be started before.
     """
+    if not uses_vllm(config):
+        return 1
     given = config.engines.vllm_engines_per_gpu
-    if given is not None or not uses_vllm(config) or not has_gpu(config):
+    if given is not None or not has_gpu(config):
         return given or 1
     memory, weights = gpu_memory(), weight_bytes(config)
     if memory is None or weights is None:

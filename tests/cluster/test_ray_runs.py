@@ -242,18 +242,20 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
 
 def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):
     (tmp_path / "agent.py").write_text(AGENT)
-    KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=20)
+    killed = KillOnCall(monkeypatch, "engine 1", EngineWorker.generate, at=10)
     _, printed, _ = PRINTED["001 and 004 agent"]
     ran = run_on_ray(
         "out",
         4,
         printed=printed,
         **ON_RAY | {"actor_num_gpus_per_node": 2, "vllm_num_engines": 1, "prompt_max_len": 32},
+        vllm_engines_per_gpu=2,
         agent_func_path="./agent.py",
         partial_rollout=True,
         max_restarts=1,
     )
-    assert "engine 0 on" in capsys.readouterr().err
+    assert killed.seen > 10  # requests went to the new engine, too
+    assert "engine 1 on" in capsys.readouterr().err
     assert count_prompts(ran) == dict.fromkeys(range(32), 4)
     assert set(ran.train("turns")) == {2.0}
     assert max(ran.train("staleness")) <= 1

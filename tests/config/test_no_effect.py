@@ -48,6 +48,10 @@ SAID = {  # command and flags -> the line
         "--vllm_gpu_memory_utilization 0.5, --enable_prefix_caching and --enforce_eager have no effect without vLLM "
         "(--vllm_num_engines)"
     ),
+    "train_ppo --vllm_num_engines 1 --vllm_engines_per_gpu 1 --max_restarts 2": (
+        "--max_restarts 2 has no effect without engines in their own processes (--vllm_engines_per_gpu 2, or "
+        "--runtime ray)"
+    ),
     "train_ppo --vllm_sync_backend gloo": (
         "--vllm_sync_backend gloo has no effect without vLLM engines on other devices (--runtime ray)"
     ),
@@ -84,6 +88,7 @@ QUIET = [  # the same flags in runs in which they have an effect
     "--reward_timeout 9 --on_reward_error skip",
     "train_ppo_ray --vllm_num_engines 8 --vllm_sync_backend gloo --enforce_eager",
     "train_ppo_ray --vllm_num_engines 8 --async_train --partial_rollout",
+    "train_ppo --vllm_num_engines 1 --vllm_engines_per_gpu 2 --max_restarts 2",
     "train_ppo --remote_rm_url http://127.0.0.1:5000/get_reward --reward_api_key secret",
     "train_ppo --max_len 128 --generate_max_len 64",  # which becomes --max_new_tokens
     "train_ppo --critic_optim muon --muon_ns_steps 4 --critic_muon_lr 0.1",
