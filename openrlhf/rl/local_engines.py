@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import uses_vllm
+from openrlhf.config.runtime import MIN_SHARED_SAMPLES, uses_vllm
 from openrlhf.errors import RolloutError
 from openrlhf.models.load import choose_dtype, read_config
 from openrlhf.monitor import say
@@ -36,7 +36,6 @@ from openrlhf.rollout.mps import use_mps
 from openrlhf.rollout.weight_sender import WeightSender
 
 AUTOMATIC = 2  # engines; three gain little more, and take more memory
-MIN_SAMPLES = 256  # of a rollout; with fewer, one engine's scheduler is not the bottleneck
 MIN_CORES = 4  # one for each engine, and some for the trainer, rewards and agents
 MAX_WEIGHTS = 0.5  # of the engines' memory, in all their copies; the rest is for KV caches and CUDA graphs
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of an engine's cache on a CPU
@@ -54,7 +53,7 @@ class Load:
 
 def automatic_count(load: Load) -> int:
     """Return 2 if one engine's scheduler would be the bottleneck, and the GPU has room for a second copy; else 1."""
-    pays = load.samples >= MIN_SAMPLES and load.cores >= MIN_CORES
+    pays = load.samples >= MIN_SHARED_SAMPLES and load.cores >= MIN_CORES
     return AUTOMATIC if pays and AUTOMATIC * load.weights <= MAX_WEIGHTS * load.memory else 1
 
 
@@ -112,7 +111,10 @@ def weight_bytes(config: RLConfig) -> int | None:
 
 
 def share_gpu(config: RLConfig, count: int) -> None:
-    """Let the engines run side by side on the GPU if possible; call it before anything initialises CUDA."""
+    """Let the engines run side by side on the GPU, or say why they cannot.
+
+    For commands, `api.start` has started MPS already: some packages initialise CUDA as soon as they are imported.
+    """
     if count > 1 and has_gpu(config) and (problem := use_mps()):
         say(f"{count} vLLM engines take turns on the GPU, which is slower than CUDA MPS: {problem}")
 

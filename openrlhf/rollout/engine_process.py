@@ -194,7 +194,7 @@ async def start_process(name: str, environment: Mapping[str, str], timeout: floa
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
-            env=dict(os.environ) | dict(environment),
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(os.environ) | dict(environment),  # hides warnings of PyTorch
         )
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     child = EngineChild(name, process, writer)

@@ -40,10 +40,11 @@ def use_mps() -> str | None:
 
     Call it before anything initialises CUDA. An MPS that runs already is used as it is.
     """
-    if cuda_is_initialized():
-        return None if PIPES in os.environ else "CUDA was initialised before MPS could be started"
+    os.environ |= _variables
     if PIPES in os.environ or (USUAL_PIPES.exists() and answers(os.environ)):
         return None
+    if cuda_is_initialized():
+        return "CUDA was initialised before MPS could be started"
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not installed"
     folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
@@ -63,6 +64,7 @@ def use_mps() -> str | None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and keeper.poll() is None:
         if answers(variables):
+            _variables.update(variables)
             os.environ |= variables
             return None
         time.sleep(POLL_SECONDS)
@@ -73,6 +75,7 @@ def use_mps() -> str | None:
 
 
 _keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
+_variables: dict[str, str] = {}  # of the daemon that this process started; a later run in a notebook uses it again
 
 
 def cuda_is_initialized() -> bool:

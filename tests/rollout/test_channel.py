@@ -295,11 +295,6 @@ def test_a_channel_listens_only_on_an_address_of_this_machine():
         WeightSender(Channel("192.0.2.1", "tcp", 1), torch.device("cpu"))  # an address reserved for documentation
 
 
-def test_ipc_allows_a_single_receiver():
-    with pytest.raises(BackendError, match="one channel for each GPU"):
-        WeightSender(Channel("127.0.0.1", "ipc", 2), torch.device("cpu"))
-
-
 def test_expandable_segments_cannot_be_shared(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(RolloutError, match="expandable segments"):

@@ -39,16 +39,19 @@ def open_stand_ins(count=1, max_restarts=0, in_turn=False):
 
 def with_engines(scenario, **settings):
     """Run `scenario(group)` while engine processes run; none of them may be left afterwards."""
-    children = []
+    processes = []
+
+    def note(group):
+        processes.extend(psutil.Process(engine.process.child.process.pid) for engine in group.engines)
 
     async def run():
         async with open_stand_ins(**settings) as group:
-            children.extend(psutil.Process().children())
+            note(group)
             await scenario(group)
 
     asyncio.run(asyncio.wait_for(run(), WATCHDOG))
-    assert len(children) >= settings.get("count", 1)
-    assert not any(child.is_running() for child in children)
+    assert len(processes) == settings.get("count", 1)
+    assert not any(process.is_running() for process in processes)
 
 
 def test_answers_and_errors_return_as_they_are(capfd):

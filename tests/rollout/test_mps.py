@@ -29,7 +29,12 @@ exit 0
 TRAINER = """
 import os, sys
 from openrlhf.rollout.mps import use_mps
-print(use_mps(), os.environ.get("CUDA_MPS_PIPE_DIRECTORY"), sep="|", flush=True)
+before = dict(os.environ)
+for _ in range(2):  # as two runs in one notebook: the second uses what the first started
+    os.environ.clear()
+    os.environ.update(before)
+    problem = use_mps()
+print(problem, os.environ.get("CUDA_MPS_PIPE_DIRECTORY"), sep="|", flush=True)
 sys.stdin.read()
 """
 
@@ -64,7 +69,7 @@ def test_the_daemon_ends_after_the_process_that_started_it(killed, started):
     with started() as (process, problem, folder, commands):
         assert problem == "None"
         assert Path(folder).is_dir()
-        assert set(commands()) == {"start", "get_server_list"}
+        assert commands().count("start") == 1
         helpers = psutil.Process(process.pid).children(recursive=True)
         if killed:
             process.kill()
@@ -81,7 +86,7 @@ def test_a_daemon_that_cannot_start_is_reported_with_its_reason(started):
         assert problem == f"{CONTROL} cannot start: no permission for the GPU"
         assert folder == "None"
         assert psutil.Process(process.pid).children() == []
-        assert commands() == ["start"]
+        assert set(commands()) == {"start"}
 
 
 def test_without_the_program_nothing_is_started(started):
