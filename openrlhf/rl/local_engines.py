@@ -42,7 +42,7 @@ KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of an engine's cache on a CPU
 
 
 @dataclass(frozen=True)
-class Load:
+class RolloutLoad:
     """What decides whether several engines pay."""
 
     samples: int  # of a rollout
@@ -51,7 +51,7 @@ class Load:
     cores: int
 
 
-def automatic_count(load: Load) -> int:
+def automatic_count(load: RolloutLoad) -> int:
     """Return 2 if one engine's scheduler would be the bottleneck, and the GPU has room for a second copy; else 1."""
     pays = load.samples >= MIN_SHARED_SAMPLES and load.cores >= MIN_CORES
     return AUTOMATIC if pays and AUTOMATIC * load.weights <= MAX_WEIGHTS * load.memory else 1
@@ -75,7 +75,9 @@ def engines_per_gpu(config: RLConfig) -> int:
     except RolloutError:  # weights cannot be sent to other processes
         return 1
     share = int(config.engines.vllm_gpu_memory_utilization * memory)
-    count = automatic_count(Load(config.rollout.samples_per_rollout, weights, share, len(os.sched_getaffinity(0))))
+    count = automatic_count(
+        RolloutLoad(config.rollout.samples_per_rollout, weights, share, len(os.sched_getaffinity(0)))
+    )
     if count > 1:
         say(
             f"{count} vLLM engines share the GPU: with {config.rollout.samples_per_rollout} samples per rollout, one "

@@ -19,7 +19,7 @@ LENGTH = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """Call a method of the engine's worker."""
 
     number: int
@@ -29,7 +29,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Cancel:
+class CancelEngineCall:
     """Cancel a call; it gets no answer."""
 
     number: int
@@ -52,7 +52,7 @@ class Raised:
     traceback: str = ""
 
 
-Message: TypeAlias = Call | Cancel | Returned | Raised
+Message: TypeAlias = EngineCall | CancelEngineCall | Returned | Raised
 
 
 def encode(message: Message) -> bytes:

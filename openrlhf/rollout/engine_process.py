@@ -27,7 +27,7 @@ from openrlhf.event_loop import cancel_all, mark_retrieved
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
-from openrlhf.rollout.engine_messages import Call, Cancel, Message, Raised, Returned, encode, receive
+from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Message, Raised, Returned, encode, receive
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import LOOPBACK
 
@@ -67,10 +67,10 @@ class EngineChild:
         answer: asyncio.Future[object] = mark_retrieved(asyncio.get_running_loop().create_future())
         self.unanswered[number] = answer
         try:
-            self._send(Call(number, method, arguments, named))
+            self._send(EngineCall(number, method, arguments, named))
             return await answer
         except asyncio.CancelledError:
-            self._send(Cancel(number))
+            self._send(CancelEngineCall(number))
             raise
         finally:
             self.unanswered.pop(number, None)

@@ -17,7 +17,7 @@ import sys
 import traceback
 
 from openrlhf.errors import BackendError, OpenRLHFError
-from openrlhf.rollout.engine_messages import Call, Cancel, Message, Raised, Returned, encode, receive
+from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Message, Raised, Returned, encode, receive
 from openrlhf.rollout.engine_worker import EngineWorker
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the parent of this process dies
@@ -45,16 +45,16 @@ class EngineServer:
         reader, self.writer = await asyncio.open_unix_connection(sock=connection)
         while (message := await receive(reader)) is not None:
             match message:
-                case Call():
+                case EngineCall():
                     task = asyncio.create_task(self._answer(message))
                     self.tasks[message.number] = task
                     task.add_done_callback(lambda _, number=message.number: self.tasks.pop(number))
-                case Cancel():
+                case CancelEngineCall():
                     if message.number in self.tasks:
                         self.tasks[message.number].cancel()
         os._exit(0)  # without waiting for the engine, which may hang
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: EngineCall) -> None:
         """Run a call, and send its result or its error."""
         answer: Message
         try:

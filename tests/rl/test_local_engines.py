@@ -9,12 +9,12 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.rl import local_engines
-from openrlhf.rl.local_engines import Load, automatic_count, cpu_share, engines_per_gpu
+from openrlhf.rl.local_engines import RolloutLoad, automatic_count, cpu_share, engines_per_gpu
 from tests.commands import as_argv
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
 
 GIB = 1 << 30
-W1 = Load(
+W1 = RolloutLoad(
     samples=512, weights=3 * GIB, memory=49 * GIB, cores=16
 )  # 1.5B parameters, --vllm_gpu_memory_utilization 0.35
 

@@ -45,16 +45,17 @@ def started(tmp_path):
 
     @contextmanager
     def start(**environ):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        if environ.pop("installed", True):
-            (tmp_path / "bin" / CONTROL).write_text(DAEMON)
-            (tmp_path / "bin" / CONTROL).chmod(0o755)
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / CONTROL).write_text(DAEMON)
+        (folder / CONTROL).chmod(0o755)
         commands = tmp_path / "commands"
         commands.touch()
-        environ = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "COMMANDS": str(commands), **environ}
+        usual = {name: value for name, value in command_environ().items() if not name.startswith("CUDA_MPS")}
+        environ = usual | {"PATH": f"{folder}:/usr/bin:/bin", "COMMANDS": str(commands)} | environ
         words = [sys.executable, "-c", TRAINER]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(words, **pipes, text=True, env=command_environ(**environ)) as process:
+        with subprocess.Popen(words, **pipes, text=True, env=environ) as process:
             problem, folder = process.stdout.readline().strip().split("|")
             try:
                 yield process, problem, folder, lambda: commands.read_text().split()
@@ -90,7 +91,7 @@ def test_a_daemon_that_cannot_start_is_reported_with_its_reason(started):
 
 
 def test_without_the_program_nothing_is_started(started):
-    with started(installed=False) as (process, problem, _, _):
+    with started(PATH="/nowhere") as (process, problem, _, _):
         assert problem == f"{CONTROL} is not installed"
         assert psutil.Process(process.pid).children() == []
 
