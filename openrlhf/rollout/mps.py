@@ -6,7 +6,7 @@ IPC. A process that has connected cannot do without its daemon, so the daemon st
 if it was killed: the daemon's parent is a small keeper process, which waits for that, stops the daemon (`quit`) and
 removes its folder. That is why the daemon runs in the foreground (-f) of the keeper instead of the background (-d).
 
-This file also runs as a script, the keeper, so it imports nothing but the standard library.
+This file also runs as a script, the keeper and a probe, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 LOGS = "CUDA_MPS_LOG_DIRECTORY"
 USUAL_PIPES = Path("/tmp/nvidia-mps")  # CUDA's default for PIPES
-NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of the CUDA driver
+DRIVER = "libcuda.so.1"
+NOT_INITIALIZED = 3  # the driver's CUDA_ERROR_NOT_INITIALIZED
+PROBE = "probe"  # argument of this script, in place of a process id
 START_SECONDS = 10.0  # for the daemon to answer
 POLL_SECONDS = 0.1
+PROBE_SECONDS = 60.0  # for the first client, which starts the daemon's server
 CHECK_SECONDS = 0.5  # between two looks at whether the process still runs
 QUIT_SECONDS = 10.0  # for the daemon to end, before it is killed
 
@@ -47,6 +50,8 @@ def use_mps() -> str | None:
         return "CUDA was initialised before MPS could be started"
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not installed"
+    if _failures:
+        return _failures[-1]
     folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
     variables = {PIPES: folder, LOGS: folder}
     # The daemon sees all GPUs: clients would otherwise have to number them from the first one that the daemon sees.
@@ -62,18 +67,20 @@ def use_mps() -> str | None:
     )
     _keepers.append(keeper)
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and keeper.poll() is None:
-        if answers(variables):
-            _variables.update(variables)
-            os.environ |= variables
-            return None
+    while not (answering := answers(variables)) and time.monotonic() < deadline and keeper.poll() is None:
         time.sleep(POLL_SECONDS)
+    if answering and serves(variables):
+        _variables.update(variables)
+        os.environ |= variables
+        return None
     problem = last_line(Path(folder) / "control.log") or "it does not answer"
     keeper.communicate(b"end")
     shutil.rmtree(folder, ignore_errors=True)
-    return f"{CONTROL} cannot start: {problem}"
+    _failures.append(f"{CONTROL} cannot start: {problem}")
+    return _failures[-1]
 
 
+_failures: list[str] = []  # of earlier calls in this process, which would only fail again
 _keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
 _variables: dict[str, str] = {}  # of the daemon that this process started; a later run in a notebook uses it again
 
@@ -81,8 +88,8 @@ _variables: dict[str, str] = {}  # of the daemon that this process started; a la
 def cuda_is_initialized() -> bool:
     """Return whether this process has initialised CUDA: it has then looked for MPS, and will not look again."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # there is no driver
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:  # there is none
         return False
     return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != NOT_INITIALIZED
 
@@ -106,6 +113,26 @@ def tell(command: str, variables: Mapping[str, str]) -> int | None:
         ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def serves(variables: Mapping[str, str]) -> bool:
+    """Return whether a process can use CUDA through the daemon, which may answer although its server cannot start."""
+    command = [sys.executable, "-I", __file__, PROBE]
+    with suppress(subprocess.TimeoutExpired):
+        environ = dict(os.environ) | dict(variables)
+        return subprocess.run(command, env=environ, timeout=PROBE_SECONDS, check=False).returncode == 0
+    return False
+
+
+def probe() -> bool:
+    """Open a CUDA context, in a process of its own; return whether that works, or there is no driver to try it with."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return True
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    return not (failed or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
 
 
 def last_line(log: Path) -> str:
@@ -135,4 +162,6 @@ def keep(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == PROBE:
+        sys.exit(not probe())
     keep(int(sys.argv[1]))

@@ -66,7 +66,9 @@ def test_answers_and_errors_return_as_they_are(capfd):
         with pytest.raises(BackendError, match=r"^engine 0 \(process \d+\): ZeroDivisionError: by zero$"):
             await group.generate([request(FAILS)])
         waiting = asyncio.create_task(group.generate([request(WAITS)]))
-        await process.call(EngineWorker.ping)  # by now the engine has the request
+        while not group.engines[0].running:  # until the request is sent
+            await asyncio.sleep(0)
+        await process.call(EngineWorker.ping)  # by now the engine works on it
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
