@@ -53,7 +53,7 @@ def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
     return future
 
 
-def cancel_all(*work: asyncio.Future[Any]) -> None:
+def cancel_all(*work: asyncio.Future[Result]) -> None:
     """Cancel the futures and ignore their errors."""
     for future in work:
         mark_retrieved(future).cancel()
