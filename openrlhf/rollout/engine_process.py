@@ -20,7 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Concatenate, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 from openrlhf.errors import RESUME, DeathError, OpenRLHFError
 from openrlhf.event_loop import cancel_all, mark_retrieved
@@ -33,6 +33,7 @@ from openrlhf.rollout.group_sync import LOOPBACK
 
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
+Running: TypeAlias = asyncio.Task[None]  # runs as long as the process of an engine
 
 START = "import sys; sys.path[:] = {path}; from openrlhf.rollout.engine_server import main; main()"
 CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is killed
@@ -199,9 +200,6 @@ async def start_process(name: str, environment: Mapping[str, str], timeout: floa
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     child = EngineChild(name, process, writer)
     return LocalProcess(child), asyncio.ensure_future(child.run(reader, timeout))
-
-
-Running = asyncio.Task[None]
 
 
 @asynccontextmanager
