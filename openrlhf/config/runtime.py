@@ -80,7 +80,7 @@ def may_share_gpu(config: RLConfig) -> bool:
     if not uses_vllm(config) or config.model.device == "cpu" or resolve_runtime(config) == "ray":
         return False
     enough = config.rollout.samples_per_rollout >= MIN_SHARED_SAMPLES
-    return enough if engines.vllm_engines_per_gpu is None else engines.vllm_engines_per_gpu > 1
+    return engines.vllm_engines_per_gpu > 1 or (engines.vllm_engines_per_gpu == 0 and enough)
 
 
 def generates_in_lockstep(config: RLConfig) -> bool:

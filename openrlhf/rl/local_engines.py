@@ -58,14 +58,14 @@ def automatic_count(load: RolloutLoad) -> int:
 
 
 def engines_per_gpu(config: RLConfig) -> int:
-    """Return the number of engines: --vllm_engines_per_gpu or, by default, `automatic_count` on a GPU.
+    """Return the number of engines: --vllm_engines_per_gpu or, if that is 0, `automatic_count` on a GPU.
 
     This does not initialise CUDA, because MPS must be started before.
     """
     if not uses_vllm(config):
         return 1
     given = config.engines.vllm_engines_per_gpu
-    if given is not None or not has_gpu(config):
+    if given or not has_gpu(config):
         return given or 1
     memory, weights = gpu_memory(), weight_bytes(config)
     if memory is None or weights is None:

@@ -793,7 +793,7 @@ def test_an_unnamed_count_is_eight_on_ray_and_one_locally():
     assert num_devices(rl("--actor_num_gpus_per_node 4"), "ref", {}) == 8
 
 
-LARGE = "--vllm_num_engines 1 --rollout_batch_size 32 --n_samples_per_prompt 8"
+LARGE = "--vllm_num_engines 1 --vllm_engines_per_gpu 0 --rollout_batch_size 32 --n_samples_per_prompt 8"
 
 
 @pytest.mark.parametrize(
@@ -806,6 +806,7 @@ LARGE = "--vllm_num_engines 1 --rollout_batch_size 32 --n_samples_per_prompt 8"
         (LARGE.replace("32", "16"), False),
         (f"{LARGE.replace('32', '16')} --vllm_engines_per_gpu 2", True),
         (LARGE.replace("engines 1", "engines 0"), False),
+        (LARGE.replace("--vllm_engines_per_gpu 0", ""), False),
     ],
 )
 def test_engines_may_share_the_gpu_of_large_local_runs(flags, expected):

@@ -52,7 +52,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(local_engines.os, "sched_getaffinity", lambda _: range(8))
 
 
-LARGE = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "train_batch_size": 512}
+LARGE = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "train_batch_size": 512, "vllm_engines_per_gpu": 0}
 
 
 def test_a_run_on_a_cpu_has_one_engine_unless_more_are_requested(config, monkeypatch):
@@ -62,11 +62,10 @@ def test_a_run_on_a_cpu_has_one_engine_unless_more_are_requested(config, monkeyp
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_automatic_choice_is_announced_and_can_be_overridden(config, capsys):
+def test_the_automatic_choice_is_announced(config, capsys):
     assert engines_per_gpu(config()) == 1
-    assert engines_per_gpu(config(**LARGE, vllm_engines_per_gpu=1)) == 1
+    assert engines_per_gpu(config(**LARGE | {"vllm_engines_per_gpu": 1})) == 1
     assert engines_per_gpu(config(**LARGE, device="cpu")) == 1
-    assert engines_per_gpu(config(**LARGE, vllm_num_engines=0)) == 1
     assert capsys.readouterr().err == ""
     assert engines_per_gpu(config(**LARGE)) == 2
     assert "2 vLLM engines share the GPU" in capsys.readouterr().err

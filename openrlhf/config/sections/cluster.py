@@ -82,11 +82,11 @@ class EngineFlags:
         essential=True,
     )
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
-    vllm_engines_per_gpu: int | None = flag(
-        None,
-        "Replace each engine by N engine processes that share its GPU and its memory (default: 2 in one process on a "
-        "GPU if rollouts are large and the model is small, else 1).",
-        POSITIVE,
+    vllm_engines_per_gpu: int = flag(
+        1,
+        "Replace each engine by N engine processes that share its GPU and its memory; 0: 2 in one process on a GPU if "
+        "rollouts are large and the model is small, else 1.",
+        NOT_NEGATIVE,
     )
     vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that its engines use.", POSITIVE_SHARE)
     vllm_enable_sleep: bool = flag(False, "Free the engines' memory while models train (needs --colocate_all_models).")
