@@ -78,9 +78,9 @@ class SharedPrefixes:
 
     kept: Tensor  # [row]: the token of the concatenated sequences at each place of the row
     places: Tensor  # [tokens]: the place in the row of each token of the concatenated sequences
-    segments: Tensor  # [segments + 1]: bounds of prefixes, continuations and other sequences in the row
-    prefixes: Tensor  # [prefixes + 1]: bounds of the prefixes, which come first
-    continuations: Tensor  # [prefixes + 1]: bounds of all continuations of each prefix, from the end of the prefixes
+    segment_bounds: Tensor  # [segments + 1]: of prefixes, continuations and other sequences in the row
+    prefix_bounds: Tensor  # [prefixes + 1]: of the prefixes, which come first
+    continuation_bounds: Tensor  # [prefixes + 1]: of all continuations of each prefix, from the end of the prefixes
     longest_sequence: int
     longest_segment: int
     longest_prefix: int

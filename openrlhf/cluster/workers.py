@@ -8,6 +8,7 @@ equally many batches.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -18,11 +19,13 @@ from typing import TypeVar, TypeVarTuple
 import numpy as np
 from torch import Tensor
 
-from openrlhf.algo.balance import interleave
+from openrlhf.algo.balance import interleave, karmarkar_karp
 from openrlhf.cluster.actors import ModelWorker, RankInfo
 from openrlhf.cluster.calls import Process, ProcessWatch
 from openrlhf.cluster.placement import GroupPlan
+from openrlhf.data.shared_prefixes import PrefixGroup
 from openrlhf.rl.models import Models
+from openrlhf.rl.samples import divide_groups
 from openrlhf.rl.workers import BatchScores, ModelRewards
 from openrlhf.training.backend import B
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
@@ -81,9 +84,12 @@ class RayWorkers:
         # The groups with trained models, which have checkpoints.
         self.trained = [group for group in groups if {"actor", "critic"} & set(group.group.roles)]
 
-    async def shares_prefixes(self) -> bool:
-        answers = await asyncio.gather(*(group.call_all(Models.shares_prefixes) for group in self.groups))
-        return all(all(answer) for answer in answers)
+    async def agree_on_prefixes(self) -> int:
+        answers = await asyncio.gather(*(group.call_all(Models.sharing_limit) for group in self.groups))
+        limit = min(min(answer) for answer in answers)
+        if not limit:
+            await asyncio.gather(*(group.call_all(Models.share_no_prefixes) for group in self.groups))
+        return limit
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         values, reference, own = await asyncio.gather(  # policy last, as in LocalWorkers
@@ -158,10 +164,16 @@ def share_trajectories(
 ) -> tuple[list[list[int]], list[list[Trajectory]]]:
     """Split samples over the ranks with balanced token counts; return their indices and the samples, by rank.
 
-    A rank without a sample gets a copy of the shortest one, because the ranks of a sharded model wait for each other.
+    Samples of a prompt stay together as far as that is balanced, because a model may compute their prompt once. A rank
+    without a sample gets a copy of the shortest one, because the ranks of a sharded model wait for each other.
     """
     lengths = [len(item.input_ids) for item in trajectories]
-    places = interleave(lengths, ranks)
+    by_prompt: dict[int, list[int]] = {}
+    for place, item in enumerate(trajectories):
+        by_prompt.setdefault(item.prompt.index, []).append(place)
+    groups = divide_groups([PrefixGroup(0, own) for own in by_prompt.values()], lengths, sys.maxsize, ranks)
+    shares = karmarkar_karp([sum(lengths[place] for place in group.members) for group in groups], ranks)
+    places = [[place for number in share for place in groups[number].members] for share in shares]
     shortest = trajectories[lengths.index(min(lengths))]
     return places, [[trajectories[place] for place in own] or [shortest] for own in places]
 
@@ -171,7 +183,8 @@ def share_out(batches: Sequence[B], ranks: int) -> tuple[list[list[int]], list[l
 
     The ranks of a sharded model wait for each other, so shorter shares are padded with filler batches.
     """
-    sizes = [int((batch.sequence_ids >= 0).sum()) for batch in batches]
+    tokens = (batch.sequence_ids >= 0 if batch.prefixes is None else batch.prefixes.kept >= 0 for batch in batches)
+    sizes = [int(computed.sum()) for computed in tokens]
     places = interleave(sizes, ranks)
     longest = max(map(len, places))
     smallest = batches[min(range(len(batches)), key=lambda place: sizes[place])]

@@ -32,6 +32,7 @@ class Layout:
 
     packing: bool
     pad_id: int  # token id of the padding, which masks and sequence ids exclude
+    sharing: bool = True  # describe prefixes that sequences share, for networks that compute them once
 
     def combine(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
         """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`."""
@@ -54,7 +55,7 @@ class Layout:
             sequence_ids=self.combine(numbers, -1),
             target_mask=self.combine(masks, False),
             num_sequences=len(rows),
-            prefixes=find_prefixes([row.input_ids for row in rows]),
+            prefixes=find_prefixes([row.input_ids for row in rows]) if self.sharing else None,
         )
 
 

@@ -3,10 +3,10 @@
 The samples of a prompt, or the two responses of a pair, start with the same tokens. `find_prefixes` groups such
 sequences, by content, and describes a row that holds each shared prefix once. For the sequences `ppab`, `ppc` and `de`:
 
-    row            p p a b c d e
-    segments       0   2   4 5   7        each attends to itself, causally
-    prefixes       0   2                  the first segments
-    continuations  0       3              of each prefix, counted from the end of the prefixes: they also attend to it
+    row                  p p a b c d e
+    segment bounds       0   2   4 5   7   each segment attends to itself, causally
+    prefix bounds        0   2             the first segments
+    continuation bounds      0     3       of each prefix, counted from the end of the prefixes: they also attend to it
 
 `models.shared_prefix_attention` computes the attention in such a row, and `Network` maps its hidden states back to the
 sequences. Micro-batches that keep the samples of a prompt together (`rl.samples.Batching`) save the most.
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from openrlhf.types import SharedPrefixes
 
-SHORTEST = 16  # tokens of a prefix
+SHORTEST_PREFIX = 16  # tokens of a prefix
 LEAST_SAVING = 0.05  # of a group's tokens; below that, the second call of attention costs more than it saves
 MOST_LEVELS = 50  # of prefixes within prefixes
 
@@ -41,6 +41,11 @@ class PrefixGroup(NamedTuple):
     def saved(self) -> int:
         """Tokens that need not be computed."""
         return self.prefix * (len(self.members) - 1)
+
+    def pays(self, lengths: Sequence[int]) -> bool:
+        """Return whether the prefix is shared; `lengths` are those of all sequences."""
+        total = sum(lengths[member] for member in self.members)
+        return self.prefix >= SHORTEST_PREFIX and self.saved >= LEAST_SAVING * total
 
 
 def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
@@ -79,9 +84,9 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
     return SharedPrefixes(
         kept=torch.from_numpy(np.concatenate(kept)),
         places=torch.from_numpy(places),
-        segments=torch.tensor(segments, dtype=torch.int32),
-        prefixes=torch.tensor(prefixes, dtype=torch.int32),
-        continuations=torch.tensor(continuations, dtype=torch.int32),
+        segment_bounds=torch.tensor(segments, dtype=torch.int32),
+        prefix_bounds=torch.tensor(prefixes, dtype=torch.int32),
+        continuation_bounds=torch.tensor(continuations, dtype=torch.int32),
         longest_sequence=max(map(len, sequences)),
         longest_segment=int(np.diff(segments).max()),
         longest_prefix=int(np.diff(prefixes).max()),
@@ -92,13 +97,14 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
 
 
 def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
-    """PrefixGroup sequences that start alike; a sequence keeps at least one token of its own.
+    """Group sequences that start alike; a sequence keeps at least one token of its own.
 
     Sorted by content, sequences with a common prefix are neighbours. Some neighbours either share one prefix, or are
     divided where they have the least in common, whichever saves more: the samples of a prompt stay together even if all
     prompts start with the same instructions.
     """
-    long = [number for number, sequence in enumerate(sequences) if len(sequence) > SHORTEST]
+    lengths = [len(sequence) for sequence in sequences]
+    long = [number for number, length in enumerate(lengths) if length > SHORTEST_PREFIX]
     order = sorted(long, key=lambda number: sequences[number].astype(">u4").tobytes())
     common = [common_tokens(sequences[one], sequences[other]) for one, other in pairwise(order)]
 
@@ -113,9 +119,7 @@ def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
             ends = [first + place for place, tokens in enumerate(shared) if tokens == whole.prefix]
             for start, end in zip([first, *(end + 1 for end in ends)], [*ends, last], strict=True):
                 parts += divide(start, end, level + 1)
-        total = sum(len(sequences[member]) for member in whole.members)
-        pays = whole.prefix >= SHORTEST and whole.saved >= LEAST_SAVING * total
-        return [whole] if pays and whole.saved > sum(part.saved for part in parts) else parts
+        return [whole] if whole.pays(lengths) and whole.saved > sum(part.saved for part in parts) else parts
 
     return divide(0, len(order) - 1) if order else []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
-from openrlhf.models.inputs import CallLayout, packed_call, padded_call, shared_call, single_calls
+from openrlhf.models.inputs import CallLayout, DecoderCall, packed_call, padded_call, shared_call, single_calls
 from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch, SharedPrefixes
 
@@ -101,6 +102,19 @@ class Teacher:
     head: Head
 
 
+@dataclass(frozen=True)
+class LastStates:
+    """Last hidden states of the decoder's calls, and where the tokens of the batch are in them."""
+
+    hidden: Tensor  # [rows, hidden]
+    rows: Tensor | None = None  # [tokens of the flattened batch]: the row of each token; None: in the same order
+    aux_loss: Tensor | None = None
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the hidden states [places, hidden] at places of the flattened batch."""
+        return self.hidden[places if self.rows is None else self.rows[places]]
+
+
 Requested = TypeVar("Requested", bound=Outputs)
 
 
@@ -150,13 +164,18 @@ class Network(nn.Module):
         packs = self.layout == "packed" and self.decoder.config._attn_implementation == SEGMENTED
         return packs and self.ring is None and not self._convolution_reach and not self.with_aux_loss
 
+    @property
+    def sharing_limit(self) -> int:
+        """Tokens of the longest sequence whose prefix may be shared; 0 if prefixes are not shared."""
+        return int(min(self._window, sys.maxsize)) if self.shares_prefixes else 0
+
     def prefixes_of(self, batch: Batch) -> SharedPrefixes | None:
         """Return the prefixes of a batch that are computed once; None if each sequence has its own copy.
 
         A continuation attends to all of its prefix, so no window may be shorter than the whole sequence.
         """
-        prefixes = batch.prefixes if self.shares_prefixes else None
-        return prefixes if prefixes is not None and prefixes.longest_sequence <= self._window else None
+        prefixes = batch.prefixes
+        return prefixes if prefixes is not None and prefixes.longest_sequence <= self.sharing_limit else None
 
     @cached_property
     def _window(self) -> float:
@@ -188,7 +207,7 @@ class Network(nn.Module):
             assert len(batch.input_ids) == 1, "ring attention needs a packed row"
             starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)  # [sequences]
             share = Share.of((*starts.tolist(), batch.input_ids.shape[1]), self.ring)
-        hidden, aux_loss = self._hidden(batch, share)  # [tokens, hidden]
+        states = self._hidden(batch, share)
 
         # Positions in the flattened batch of the hidden states that the head is applied to, [selected].
         if issubclass(kind, Scores):
@@ -201,16 +220,16 @@ class Network(nn.Module):
             slice(None) if share is None else share.held(places)
         )  # indices of the positions in this process, [selected here]
         here = places if share is None else share.local(places[held])
-        found = self._apply_head(hidden[here], held, batch, kind, temperature, teacher)
+        found = self._apply_head(states.at(here), held, batch, kind, temperature, teacher)
         if share is not None:  # every process needs all outputs
             found = {name: share.join(values, held, len(places)) for name, values in found.items()}
         if issubclass(kind, LogProbs | Values):  # scatter [targets] to [rows, tokens]
             mask = batch.target_mask
             found = {name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in found.items()}
-        return kind(aux_loss=aux_loss, **found)
+        return kind(aux_loss=states.aux_loss, **found)
 
-    def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states [tokens, hidden] of the flattened batch or share, and the auxiliary loss."""
+    def _hidden(self, batch: Batch, share: Share | None) -> LastStates:
+        """Run the decoder over a batch or share."""
         prefixes = self.prefixes_of(batch)
         if prefixes is not None:
             calls = [shared_call(batch, prefixes)]
@@ -226,19 +245,12 @@ class Network(nn.Module):
                 arguments = {name: value for name, value in arguments.items() if name in self._accepted}
             outputs.append(self.decoder_without_head(**arguments))
 
-        # Hidden states in the order of the flattened batch, zero on padding.
-        states = [output.last_hidden_state.flatten(0, 1) for output in outputs]
-        states = [
-            state if call.output_places is None else state[call.output_places]
-            for state, call in zip(states, calls, strict=True)
-        ]
-        hidden = states[0]
-        if share is None and calls[0].batch_places is not None:  # otherwise there is one call, in batch order
-            places = torch.cat([call.batch_places for call in calls if call.batch_places is not None])
-            hidden = torch.cat(states)
-            hidden = hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
+        hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])  # [rows, hidden]
+        rows = (
+            None if share is not None else rows_of_batch(calls, [output.last_hidden_state for output in outputs], batch)
+        )
         if not self.with_aux_loss:
-            return hidden, None
+            return LastStates(hidden, rows)
         # [tokens, experts] per layer, concatenated over all calls
         routed = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
         if share is not None:
@@ -247,7 +259,7 @@ class Network(nn.Module):
             held = share.held(row)
             here = share.local(row[held])
             routed = tuple(share.join(logits[here], held, len(row)) for logits in routed)
-        return hidden, self._aux_loss(routed, calls[0].arguments["attention_mask"])
+        return LastStates(hidden, rows, self._aux_loss(routed, calls[0].arguments["attention_mask"]))
 
     def _apply_head(
         self,
@@ -307,6 +319,27 @@ class Network(nn.Module):
             )
         experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
         return balance(router_logits, experts, config.num_experts_per_tok, attention_mask)
+
+
+def share_alike(networks: Sequence[Network]) -> None:
+    """Let networks share prefixes only if all of them do, so that models that are compared round alike."""
+    agreed = all(network.shares_prefixes for network in networks)
+    for network in networks:
+        network.shares_prefixes = agreed
+
+
+def rows_of_batch(calls: Sequence[DecoderCall], outputs: Sequence[Tensor], batch: Batch) -> Tensor | None:
+    """Return the row of each token of the flattened batch in the concatenated outputs [1 or more, tokens, hidden]."""
+    if calls[0].batch_places is None:  # one call, in the order of the batch
+        return calls[0].output_places
+    rows = torch.zeros(batch.input_ids.numel(), dtype=torch.long, device=batch.input_ids.device)
+    first = 0
+    for call, output in zip(calls, outputs, strict=True):
+        count = output.shape[0] * output.shape[1]
+        places = torch.arange(count, device=rows.device) if call.output_places is None else call.output_places
+        rows[call.batch_places] = first + places
+        first += count
+    return rows
 
 
 def last_tokens(batch: Batch) -> Tensor:

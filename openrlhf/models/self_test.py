@@ -8,7 +8,8 @@ backends call `choose_layout`, which tests each model with a few random tokens:
     2. together  run all sequences as one micro-batch in the layout of the run: must equal 1
     3. leak      change every second sequence and repeat 2: the outputs of the other sequences must not change
     4. training  if the network is trained, run it in training mode: must equal 1, with a finite gradient
-    5. prefixes  run sequences that start alike with their common prefix computed once, as in 2, 3 and 4
+    5. prefixes  run sequences that start alike with their common prefix computed once, as in 2, 3 and 4: outputs and a
+                 gradient must equal those of separate copies
 
 If the first four fail, the next slower layout is tried:
 
@@ -42,6 +43,7 @@ from openrlhf.types import Batch, TokenRow
 LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; starts vary within the chunks of a scan
 FP32_LEAK = 1e-5  # maximum change of a sequence if only its neighbours change; strict, because leaks may be small
 PREFIX, OTHER_PREFIX = 19, 17  # tokens that the first two and the next two sequences of step 5 share
+FP32_GRADIENT, HALF_GRADIENT = 1e-3, 0.2  # maximum relative difference of a gradient with shared prefixes
 LEAST_LEAK = 1e-3  # mean change allowed in half precision, besides a multiple of the measured rounding errors
 
 
@@ -87,8 +89,9 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
     name = type(decoder).__name__
     asked = Candidate(network.layout, modes.attention_in(decoder))
     probe = make_probe(network, forward)
+    trained = any(parameter.requires_grad for parameter in network.parameters())
     # Sharded weights are complete only inside the backend's passes, so gradients cannot be checked here.
-    trains = not agreement.is_sharded(network) and any(parameter.requires_grad for parameter in network.parameters())
+    trains = trained and not agreement.is_sharded(network)
     problems: list[str] = []
     kernels_train = True  # kernels of other packages may have no backward pass on this machine
     for candidate in candidates(network):
@@ -110,7 +113,9 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
                 modes.use_reference_kernels(decoder)
             if candidate != asked:
                 say(f"{name}: {problems[0]}, so it runs {candidate}")
-            network.shares_prefixes = worst(check_prefixes(network, forward, probe, trains=trains)) <= 1.0
+            shareable = network.may_share_prefixes and not (trained and is_noisy(network))
+            excess = check_prefixes(network, forward, probe, trains=trains) if shareable else math.inf
+            network.shares_prefixes = worst(excess) <= 1.0
             return
         problems.append(f"{candidate} {problem}")
     raise ConfigError(
@@ -208,24 +213,32 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
 
 
 def check_prefixes(network: Network, forward: BackendForward, probe: LayoutProbe, *, trains: bool) -> float:
-    """Return the error / the allowed error of a network that computes each shared prefix once; infinite if it must not.
+    """Return the error / the allowed error of a network that computes each shared prefix once.
 
-    The same network without shared prefixes, which has passed the test, is the reference. With dropout, sequences would
-    share the noise of their prefix.
+    The same network without shared prefixes, which has passed the test, is the reference: for its outputs and, if it is
+    trained, for a gradient.
     """
-    if not network.may_share_prefixes or (trains and is_noisy(network)):
-        return math.inf
     row, *rest = agreement.random_rows(network.decoder.config.get_text_config().vocab_size, (PREFIX, *LENGTHS))
     prefixes = [row, row, row[::-1][:OTHER_PREFIX], row[::-1][:OTHER_PREFIX], row[:0], row[:0]]
     rows = [np.concatenate([prefix, own]) for prefix, own in zip(prefixes, rest, strict=True)]
     batch = pack([TokenRow(ids, np.ones(len(ids), bool)) for ids in rows])
     shared = torch.tensor([len(prefix) for prefix in prefixes])[batch.sequence_ids]  # [1, tokens]: of each sequence
+    network.shares_prefixes = False
     expected = answers(forward(batch, probe.kind), batch)
     probe = LayoutProbe(batch, probe.kind, expected, probe.rounding, batch.position_ids >= shared)
+    own = early_gradient(network, probe) if trains else None
     network.shares_prefixes = True
+    if network.prefixes_of(batch) is None:  # its window is shorter than these sequences
+        return math.inf
     try:
         excess, _ = check_forward(forward, probe)
-        return max(excess, check_training(network, probe)[0]) if trains and excess <= 1.0 else excess
+        if trains and excess <= 1.0:
+            excess, _ = check_training(network, probe)
+            found = early_gradient(network, probe)
+            if own is not None and found is not None and float(own.norm()) > 0:
+                allowed = FP32_GRADIENT if probe.rounding is None else HALF_GRADIENT
+                excess = max(excess, float((found - own).norm() / own.norm()) / allowed)
+        return excess
     except agreement.FAILURES:
         return math.inf
 
@@ -243,23 +256,34 @@ def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
 
     For a network with dropout or other noise, only the gradient is checked.
     """
-    batch = probe.batch.to(network.decoder.device)
-    # Use a small parameter of an early layer, so that its gradient passes through the layers above.
+    gradient = early_gradient(network, probe)
+    if gradient is not None and not torch.isfinite(gradient).all():
+        return math.inf, "has gradients that are not finite"
+    if is_noisy(network):
+        return 0.0, ""
+    was_training = network.training
+    try:
+        with torch.no_grad():
+            found = answers(network.train()(probe.batch.to(network.decoder.device), probe.kind), probe.batch)
+        return agreement.relative_error(found, probe.own, probe.rounding)
+    finally:
+        network.train(was_training)
+
+
+def early_gradient(network: Network, probe: LayoutProbe) -> Tensor | None:
+    """Return the gradient of a small parameter of an early layer, which passes through the layers above.
+
+    None if the outputs do not depend on the parameter.
+    """
     learned = (parameter for parameter in network.parameters() if parameter.requires_grad)
     parameter = min(islice(learned, 16), key=lambda parameter: parameter.numel())
     was_training = network.training
     try:
         network.eval()  # turns off recomputation, whose reentrant variant does not support autograd.grad
         with torch.enable_grad():
-            outputs = network(batch, probe.kind)
+            outputs = network(probe.batch.to(network.decoder.device), probe.kind)
             total = (outputs.scores if isinstance(outputs, Scores) else outputs.log_probs).sum()
             (gradient,) = torch.autograd.grad(total, [parameter], allow_unused=True)
-        if gradient is not None and not torch.isfinite(gradient).all():
-            return math.inf, "has gradients that are not finite"
-        if is_noisy(network):
-            return 0.0, ""
-        with torch.no_grad():
-            found = answers(network.train()(batch, probe.kind), probe.batch)
-        return agreement.relative_error(found, probe.own, probe.rounding)
+        return None if gradient is None else gradient.float()
     finally:
         network.train(was_training)

@@ -12,16 +12,15 @@ Elsewhere, each continuation runs with the keys of its prefix and its own, by SD
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from openrlhf.models.blocks import merge
+from openrlhf.models.chunks import AutogradContext
 from openrlhf.types import SharedPrefixes
-
-Context: TypeAlias = Any  # torch.autograd.function.FunctionCtx, whose stubs lack the attributes of an operator
 
 
 def shared_prefix_attention(
@@ -30,36 +29,39 @@ def shared_prefix_attention(
     """Return outputs [tokens, heads, dim]; query, key and value are [tokens, heads, dim]."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        bounds = (prefixes.segments, prefixes.prefixes, prefixes.continuations)
+        bounds = (prefixes.segment_bounds, prefixes.prefix_bounds, prefixes.continuation_bounds)
         longest = (prefixes.longest_segment, prefixes.longest_prefix, prefixes.longest_continuation)
         counts = (prefixes.num_prefix_tokens, prefixes.num_continuation_tokens)
         return flash_attention(query, key, value, *bounds, *longest, *counts, scale)[0]
-    outputs: list[Tensor] = []  # [heads, tokens of a segment, dim] each
-    query, key, value = (part.transpose(0, 1) for part in (query, key, value))  # [heads, tokens, dim]
-    prefix_bounds = prefixes.prefixes.tolist()
+    outputs: list[Tensor] = []  # [1, heads, tokens of a segment, dim] each
+    # [1, heads, tokens, dim]: with fewer dimensions, PyTorch uses a slow kernel
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    prefix_bounds = prefixes.prefix_bounds.tolist()
     first = prefix_bounds[-1]  # continuations start here
-    ends = [first + place for place in prefixes.continuations.tolist()[1:]]  # of each prefix's continuations
+    ends = [first + place for place in prefixes.continuation_bounds.tolist()[1:]]  # of each prefix's continuations
     group = 0
-    for start, end in pairwise(prefixes.segments.tolist()):
-        keys, values = key[:, start:end], value[:, start:end]
+    for start, end in pairwise(prefixes.segment_bounds.tolist()):
+        keys, values = key[:, :, start:end], value[:, :, start:end]
+        visible = None  # causal attention needs no mask
         while group < len(ends) and start >= max(first, ends[group]):
             group += 1
         if start >= first and group < len(ends):
             own = slice(prefix_bounds[group], prefix_bounds[group + 1])
-            keys, values = torch.cat([key[:, own], keys], 1), torch.cat([value[:, own], values], 1)
-        count = keys.shape[1]
-        visible = query.new_ones(end - start, count, dtype=torch.bool).tril(count - (end - start))  # [queries, keys]
+            keys, values = torch.cat([key[:, :, own], keys], 2), torch.cat([value[:, :, own], values], 2)
+            shape = (end - start, keys.shape[2])  # queries and keys
+            visible = query.new_ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
         outputs.append(
             scaled_dot_product_attention(
-                query[:, start:end],
+                query[:, :, start:end],
                 keys,
                 values,
                 attn_mask=visible,
+                is_causal=visible is None,
                 scale=scale,
-                enable_gqa=query.shape[0] != key.shape[0],
+                enable_gqa=query.shape[1] != key.shape[1],
             )
         )
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 # The kernel is an operator of its own, so that compiled layers call it without looking inside.
@@ -144,13 +146,13 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, *bounds = inputs[:6]
     ctx.save_for_backward(query, key, value, *output, *bounds)
     ctx.numbers = inputs[6:]
 
 
-def _backward(ctx: Context, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = flash_gradients(gradient.contiguous(), *ctx.saved_tensors, *ctx.numbers)
     return *gradients, *([None] * 9)
 

@@ -151,18 +151,18 @@ def build_reward_models(
     return built
 
 
-def scoring_batches(config: RLConfig, layout: Layout, *, ranks: int = 1, shares_prefixes: bool = False) -> Batching:
+def scoring_batches(config: RLConfig, layout: Layout, *, ranks: int = 1, sharing_limit: int = 0) -> Batching:
     """Return the micro-batching for forward-only passes of the policy, reference, critic and reward models."""
     rollout = config.rollout
     budget = rollout.scoring_token_budget if rollout.use_dynamic_batch else None
-    return Batching(layout, rollout.micro_rollout_batch_size, budget, ranks, shares_prefixes)
+    return Batching(layout, rollout.micro_rollout_batch_size, budget, ranks, sharing_limit)
 
 
-def training_batches(config: RLConfig, layout: Layout, *, shares_prefixes: bool) -> Batching:
+def training_batches(config: RLConfig, layout: Layout, *, sharing_limit: int) -> Batching:
     """Return the micro-batching for training, over the data-parallel ranks of the policy."""
     rollout = config.rollout
     budget = rollout.train_max_tokens_per_gpu if rollout.use_dynamic_batch else None
-    return Batching(layout, config.batches.micro_train_batch_size, budget, policy_ranks(config), shares_prefixes)
+    return Batching(layout, config.batches.micro_train_batch_size, budget, policy_ranks(config), sharing_limit)
 
 
 def make_schedule(flags: OptimizerFlags, steps: int) -> Callable[[int], float]:

@@ -57,8 +57,11 @@ class LocalWorkers:
     async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
         return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
 
-    async def shares_prefixes(self) -> bool:
-        return self.models.shares_prefixes()
+    async def agree_on_prefixes(self) -> int:
+        limit = self.models.sharing_limit()
+        if not limit:
+            self.models.share_no_prefixes()
+        return limit
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models

@@ -7,6 +7,7 @@ and gather together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -99,10 +100,19 @@ class Models:
             for trained in self.trained.values():
                 trained.backend.sleep()
 
-    def shares_prefixes(self) -> bool:
-        """Return whether policy, critic and reference compute a prefix that samples have in common only once."""
+    def sharing_limit(self) -> int:
+        """Return the longest sequence whose prefix policy, critic and reference may share; 0 if one must not share."""
+        return min((model.network.sharing_limit for model in self._token_models()), default=sys.maxsize)
+
+    def share_no_prefixes(self) -> None:
+        """Make the policy, critic and reference compute the prefix of every sequence."""
+        for model in self._token_models():
+            model.network.shares_prefixes = False
+
+    def _token_models(self) -> list[Frozen]:
+        """Return the models that get the policy's tokens."""
         models = (*(trained.backend for trained in self.trained.values()), self.reference)
-        return all(model.network.shares_prefixes for model in models if model is not None)
+        return [model for model in models if model is not None]
 
     def log_probs(self, batches: Sequence[RolloutBatch], model: Frozen | None = None) -> list[Tensor]:
         """Return the log-probs of a model (default: the policy) for each batch: [rows, tokens], on the CPU."""

@@ -106,15 +106,14 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     Processes that share a sharded model must run it the same number of times, but a token budget may divide their rows
     into different numbers of micro-batches. A process with fewer of them repeats its first one, without indices.
     """
-    parts = replace(batching, shares_prefixes=model.network.shares_prefixes).cut(rows)
+    parts = replace(batching, sharing_limit=model.network.sharing_limit).cut(rows)
     missing = model.most_rounds(len(parts)) - len(
         parts
     )  # collective, so all processes must call it before any forward pass
-    with model.on_device():
-        for part in parts:
-            yield part, [rows[place] for place in part]
-        for _ in range(missing):
-            yield [], [rows[place] for place in parts[0]]
+    for part in parts:
+        yield part, [rows[place] for place in part]
+    for _ in range(missing):
+        yield [], [rows[place] for place in parts[0]]
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,11 @@ class OutcomeRewardModel:
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
         """Return the unweighted rewards [rows] of rows of the reward model's tokens."""
         scores = torch.zeros(len(rows))  # [rows]
-        for places, part in rounds(self.batching, rows, self.model):
-            batch = self.batching.layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in part])
-            found = self.model.forward(batch, Scores).scores.cpu()  # [rows of the micro-batch]
-            scores[places] = found[: len(places)]  # repeated micro-batches have no indices
+        with self.model.on_device():
+            for places, part in rounds(self.batching, rows, self.model):
+                batch = self.batching.layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in part])
+                found = self.model.forward(batch, Scores).scores.cpu()  # [rows of the micro-batch]
+                scores[places] = found[: len(places)]  # repeated micro-batches have no indices
         return (scores - self.mean) / self.std
 
 
@@ -186,19 +186,22 @@ class ProcessRewardModel:
     def _judge(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return the probabilities of the positive label for the steps of each row, [steps] each."""
         judged = [torch.zeros(0) for _ in rows]
-        for places, part in rounds(self.batching, rows, self.model):
-            marks = [self._ends_of_steps(row) for row in part]  # [tokens] each
-            has_steps = [bool(mark.any()) for mark in marks]
-            for mark, has_step in zip(marks, has_steps, strict=True):
-                mark[-1] |= not has_step  # dummy target for rows without steps, because every rank must run the model
-            asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(part, marks, strict=True)])
-            logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
-            positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
-            steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
-            for place, own, has_step in zip(
-                places, steps, has_steps, strict=False
-            ):  # repeated micro-batches have no indices
-                judged[place] = own if has_step else own[:0]
+        with self.model.on_device():
+            for places, part in rounds(self.batching, rows, self.model):
+                marks = [self._ends_of_steps(row) for row in part]  # [tokens] each
+                has_steps = [bool(mark.any()) for mark in marks]
+                for mark, has_step in zip(marks, has_steps, strict=True):
+                    mark[
+                        -1
+                    ] |= not has_step  # dummy target for rows without steps, because every rank must run the model
+                asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(part, marks, strict=True)])
+                logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
+                positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
+                steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
+                for place, own, has_step in zip(
+                    places, steps, has_steps, strict=False
+                ):  # repeated micro-batches have no indices
+                    judged[place] = own if has_step else own[:0]
         return judged
 
 

@@ -30,7 +30,7 @@ class Batching:
     size: int  # samples per micro-batch, if there is no token budget
     token_budget: int | None = None
     ranks: int = 1  # data-parallel ranks that share the micro-batches
-    shares_prefixes: bool = False  # the models compute a prefix that samples of a micro-batch have in common once
+    sharing_limit: int = 0  # the models compute a prefix that samples of up to so many tokens have in common once
 
     def cut(self, sequences: Sequence[NDArray[np.integer]]) -> list[list[int]]:
         """Return the sample indices of each micro-batch.
@@ -39,19 +39,15 @@ class Batching:
         rank gets at least one micro-batch. If prefixes are shared, samples of a prompt stay together, and the budget
         counts the tokens that are computed.
         """
-        count = len(sequences)
-        groups = group_by_prefix(sequences) if self.shares_prefixes else []
+        count, lengths = len(sequences), [len(sequence) for sequence in sequences]
+        groups = group_by_prefix(sequences) if max(lengths) <= self.sharing_limit else []
         grouped = {place for group in groups for place in group.members}
-        others = [place for place in range(count) if place not in grouped]
+        groups += [PrefixGroup(0, [place]) for place in range(count) if place not in grouped]
         if self.token_budget is None:
-            order = [place for group in groups for place in group.members] + others
+            order = [place for group in groups for place in group.members]
             size = min(self.size, max(1, count // self.ranks))
             return [order[place : place + size] for place in range(0, count, size)]
-        lengths = [len(sequence) for sequence in sequences]
-        groups = [part for group in groups for part in divide(group, lengths, self.token_budget)]
-        groups += [PrefixGroup(0, [place]) for place in others]
-        if len(groups) < self.ranks:
-            groups = [PrefixGroup(0, [place]) for place in range(count)]
+        groups = divide_groups(groups, lengths, self.token_budget, self.ranks)
         tokens = [computed_tokens(group, lengths) for group in groups]
         rounds = -(-len(first_fit(tokens, self.token_budget)) // self.ranks)
         parts = by_tokens(tokens, self.token_budget, at_least=min(rounds * self.ranks, len(groups)))
@@ -59,14 +55,33 @@ class Batching:
 
 
 def computed_tokens(group: PrefixGroup, lengths: Sequence[int]) -> int:
-    """Return the tokens that a model computes for a group whose prefix is shared."""
+    """Return the tokens that a model computes for a group."""
     return sum(lengths[place] for place in group.members) - group.saved
 
 
-def divide(group: PrefixGroup, lengths: Sequence[int], budget: int) -> list[PrefixGroup]:
-    """Divide a group into the fewest groups within a token budget; each computes the prefix again."""
-    parts = first_fit([lengths[place] - group.prefix for place in group.members], max(budget - group.prefix, 1))
-    return [PrefixGroup(group.prefix, [group.members[number] for number in part]) for part in parts]
+def divide_groups(groups: Sequence[PrefixGroup], lengths: Sequence[int], budget: int, ranks: int) -> list[PrefixGroup]:
+    """Divide groups that exceed a token budget or one rank's share of the work; each part computes the prefix again.
+
+    If there are enough samples, there is a group for every rank.
+    """
+    tokens = [computed_tokens(group, lengths) for group in groups]
+    divided: list[PrefixGroup] = []
+    for group, computed in zip(groups, tokens, strict=True):
+        own = [lengths[place] - group.prefix for place in group.members]
+        parts = max(1, round(ranks * computed / sum(tokens)))  # ranks that the group is worth
+        room = max(1, min(budget - group.prefix, max(-(-sum(own) // parts), *own)))
+        divided += [_part(group, [group.members[number] for number in part], lengths) for part in first_fit(own, room)]
+    while len(divided) < min(ranks, len(lengths)):
+        largest = divided.pop(max(range(len(divided)), key=lambda number: len(divided[number].members)))
+        half = len(largest.members) // 2
+        divided += [_part(largest, members, lengths) for members in (largest.members[:half], largest.members[half:])]
+    return divided
+
+
+def _part(group: PrefixGroup, members: list[int], lengths: Sequence[int]) -> PrefixGroup:
+    """Return a part of a group, without a prefix if the part would save too little."""
+    part = PrefixGroup(group.prefix, members)
+    return part if part.pays(lengths) else PrefixGroup(0, members)
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,7 @@ class RolloutTokens:
     lengths: Tensor  # [samples]
     temperature_factors: Tensor | None  # None if all tokens were sampled at --temperature
     packing: bool  # True if batches are packed, False if padded
+    sharing: bool  # True if batches describe the prefixes that their samples share
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutTokens:
@@ -93,6 +109,7 @@ class RolloutTokens:
             lengths=torch.tensor([len(item.input_ids) for item in trajectories]),
             temperature_factors=factors,
             packing=layout.packing,
+            sharing=layout.sharing,
         )
 
     def batch(self, samples: Sequence[int]) -> RolloutBatch:
@@ -107,7 +124,7 @@ class RolloutTokens:
             sequence_ids=numbers[valid][None] if self.packing else torch.where(valid, numbers, -1),
             target_mask=self.lay_out(self.action_mask, samples),
             num_sequences=len(samples),
-            prefixes=find_prefixes(self.sequences(samples)),
+            prefixes=find_prefixes(self.sequences(samples)) if self.sharing else None,
             temperature_factors=None if factors is None else self.lay_out(factors, samples),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,8 @@ async def train(
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
-        shares_prefixes = await runtime.workers.shares_prefixes()
+        limit = await runtime.workers.agree_on_prefixes()
+        layout = replace(layout, sharing=limit > 0)
         monitor = make_monitor(config, rollouts, state.version, sinks)
         reporting = ReportingExecutor(executor, monitor.tell)
         live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config)
@@ -123,8 +124,8 @@ async def train(
             sync=runtime.sync,
             monitor=monitor,
             recorder=Recorder(run_folder(config), tokenizer.decode, config.rollout, seed=config.batches.seed),
-            scoring=scoring_batches(config, layout, ranks=policy_ranks(config), shares_prefixes=shares_prefixes),
-            training=training_batches(config, layout, shares_prefixes=shares_prefixes),
+            scoring=scoring_batches(config, layout, ranks=policy_ranks(config), sharing_limit=limit),
+            training=training_batches(config, layout, sharing_limit=limit),
             eval_prompts=eval_prompts,
             encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         )

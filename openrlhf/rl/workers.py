@@ -66,8 +66,11 @@ class BatchScores:
 class Workers(Protocol):
     """The models of a run: policy, reference, critic and reward models."""
 
-    async def shares_prefixes(self) -> bool:
-        """Return whether policy, critic and reference compute a prefix that samples have in common only once."""
+    async def agree_on_prefixes(self) -> int:
+        """Let policy, critic and reference share prefixes if all of them can, so that they round alike.
+
+        Return the number of tokens of the longest sequence that may share; 0 if none may.
+        """
         ...
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:

@@ -5,9 +5,8 @@ removing rows:
 
     prefill rows 0 1 2  ->  2 steps  ->  prefill row 3 and add it  ->  2 steps  ->  keep rows 1 2 3  ->  2 steps
 
-Rows 1 and 2 are samples of the same prompt.
-The log-probs of each step are compared with those of the model's own forward on each whole sequence, without a cache.
-`HFEngine` uses the fastest strategy that agrees:
+Rows 1 and 2 are samples of the same prompt. The log-probs of each step are compared with those of the model's own
+forward on each whole sequence, without a cache. `HFEngine` uses the fastest strategy that agrees:
 
     continuous batching  ->  continuous batching, prompts prefilled by length  ->  one batch per prompt length
     ->  row by row  ->  no cache, in the layout of training  ->  no cache, row by row

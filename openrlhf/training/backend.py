@@ -93,9 +93,14 @@ class Frozen:
         self.offloaded: OffloadedWeights | None = None  # set if the weights stay in host memory between uses
 
     def offload(self) -> None:
-        """Keep the weights in host memory, except in `on_device`."""
-        head = self.network.decoder.get_output_embeddings()  # stays: distillation applies it outside a forward pass
-        self.offloaded = OffloadedWeights(self.network, self.device, kept=head)
+        """Keep the decoder in host memory, except in `on_device`; for models that are not trained.
+
+        The head stays on the device, because distillation applies it outside a forward pass.
+        """
+        decoder, head = self.network.decoder_without_head, self.network.decoder.get_output_embeddings()
+        stays = set() if head is None else {id(tensor) for tensor in (*head.parameters(), *head.buffers())}
+        tensors = (*decoder.parameters(), *decoder.buffers())
+        self.offloaded = OffloadedWeights([item for item in tensors if id(item) not in stays], self.device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.process import step_tokens
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import Network, share_alike
 from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.monitor import say
@@ -224,6 +224,7 @@ def make_objective(
         case DPOConfig(objective=flags, reference=given) | KTOConfig(objective=flags, reference=given):
             name, flag = str(given.ref_pretrain or config.model.pretrain), "--ref_pretrain"
             reference = load_frozen(config, device, network, name, flag, offload=given.ref_offload)
+            share_alike([network, reference.network])
             if isinstance(flags, DirectPreferenceFlags):
                 return objectives.DirectPreference(flags, reference, aux)
             layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)

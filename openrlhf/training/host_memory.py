@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass
@@ -51,20 +51,16 @@ class HostMemory:
 
 
 class OffloadedWeights:
-    """Weights of a frozen model in pinned host memory; `load` copies them to the device, `release` frees them there.
+    """Weights of a frozen model in pinned host memory; `load` copies them to the device, `release` frees them there."""
 
-    The weights of the module `kept` stay on the device.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, kept: nn.Module | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self.device = device
         self.loaded = False
-        stay = set() if kept is None else {id(tensor) for tensor in kept.parameters()}
-        tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in stay)
-        self.host = [(tensor, tensor.data.cpu()) for tensor in tensors]
-        if device.type == "cuda":
-            self.host = [(tensor, host.pin_memory()) for tensor, host in self.host]
-        self.release()
+        self.host: list[tuple[Tensor, Tensor]] = []  # (tensor, its weights in host memory)
+        for tensor in tensors:
+            host = torch.empty_like(tensor.data, device="cpu", pin_memory=device.type == "cuda")
+            self.host.append((tensor, host.copy_(tensor.data)))
+            tensor.data = host  # one by one: only one copy of the model is in host memory
 
     def load(self) -> None:
         for tensor, host in self.host:

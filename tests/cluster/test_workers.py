@@ -37,6 +37,22 @@ def test_every_sample_goes_to_one_rank_and_every_rank_gets_a_sample(ranks):
         assert share == ([samples[place] for place in own] or [samples[1]])
 
 
-def sample(length):
+def test_samples_of_a_prompt_go_to_the_same_rank():
+    samples = [sample(20, prompt) for _ in range(4) for prompt in range(6)]
+    places, _ = share_trajectories(samples, 3)
+    assert [len(own) for own in places] == [8, 8, 8]
+    assert all(len({samples[place].prompt.index for place in own}) == 2 for own in places)
+
+
+def test_the_work_on_shared_prompts_is_balanced_and_the_filler_is_the_cheapest_batch():
+    prompt = np.arange(60, dtype=np.int32)
+    rows = [np.concatenate([prompt, np.full(5, number, np.int32)]) for number in range(4)]
+    shared = Layout(packing=True, pad_id=0).batch([TokenRow(row, np.ones(65, bool)) for row in rows])  # 80 computed
+    _, shares = share_out([shared, batch(100), batch(90)], 2)
+    (filler,) = [item for share in shares for item in share if item.filler]
+    assert filler.prefixes is not None
+
+
+def sample(length, prompt=0):
     nothing = (0.0,) * length
-    return Trajectory(Prompt(0, "", (1,)), (1,) * length, (True,) * length, nothing, 0.0, 0.0, False, 0)
+    return Trajectory(Prompt(prompt, "", (1,)), (1,) * length, (True,) * length, nothing, 0.0, 0.0, False, 0)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.data.shared_prefixes import LEAST_SAVING, SHORTEST, find_prefixes, group_by_prefix
+from openrlhf.data.shared_prefixes import LEAST_SAVING, SHORTEST_PREFIX, find_prefixes, group_by_prefix
 
-P, Q = list(range(100, 100 + SHORTEST)), list(range(200, 210 + SHORTEST))
+P, Q = list(range(100, 100 + SHORTEST_PREFIX)), list(range(200, 210 + SHORTEST_PREFIX))
 
 
 def arrays(*sequences):
@@ -24,9 +24,9 @@ def test_a_row_has_prefixes_then_continuations_then_other_sequences():
     tokens = np.concatenate(sequences)
     assert tokens[found.kept.numpy()].tolist() == [*P, *Q, 1, 2, 4, 3, 5, 6, 7, 8, 9]
     p, q = len(P), len(Q)
-    assert found.prefixes.tolist() == [0, p, p + q]
-    assert found.continuations.tolist() == [0, 3, 7]
-    assert found.segments.tolist() == [0, p, *(p + q + end for end in (0, 2, 3, 4, 7, 9))]
+    assert found.prefix_bounds.tolist() == [0, p, p + q]
+    assert found.continuation_bounds.tolist() == [0, 3, 7]
+    assert found.segment_bounds.tolist() == [0, p, *(p + q + end for end in (0, 2, 3, 4, 7, 9))]
     assert (found.num_prefix_tokens, found.num_continuation_tokens) == (p + q, 7)
     assert (found.longest_prefix, found.longest_continuation, found.longest_segment) == (q, 4, q)
     assert found.longest_sequence == q + 3
@@ -52,8 +52,8 @@ def test_every_token_has_a_place_with_the_same_content_and_history(sequences):
     tokens = np.concatenate(arrays(*sequences))
     kept, places = found.kept.numpy(), found.places.numpy()
     assert tokens[kept][places].tolist() == tokens.tolist()
-    segments, prefixes = found.segments.tolist(), found.prefixes.tolist()
-    continuations = [found.num_prefix_tokens + end for end in found.continuations.tolist()]
+    segments, prefixes = found.segment_bounds.tolist(), found.prefix_bounds.tolist()
+    continuations = [found.num_prefix_tokens + end for end in found.continuation_bounds.tolist()]
     start = 0
     for sequence in sequences:
         own = places[start : start + len(sequence)].tolist()
@@ -72,7 +72,7 @@ def test_groups_share_enough_tokens_and_leave_each_sequence_one(sequences):
     for group in group_by_prefix(arrays(*sequences)):
         own = [sequences[member] for member in group.members]
         assert len({tuple(sequence[: group.prefix]) for sequence in own}) == 1
-        assert SHORTEST <= group.prefix < min(map(len, own))
+        assert SHORTEST_PREFIX <= group.prefix < min(map(len, own))
         assert group.saved >= LEAST_SAVING * sum(map(len, own))
 
 

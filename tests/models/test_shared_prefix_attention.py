@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from openrlhf.models import shared_prefix_attention
 from openrlhf.models.attention import SEGMENTED
-from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Scores, TargetLogits, Values
+from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Scores, TargetLogits, Values, share_alike
 from openrlhf.models.self_test import choose_layout
 from openrlhf.types import TokenRow
 
@@ -86,11 +86,40 @@ def test_the_self_test_notices_a_continuation_that_misses_its_prefix(scalar, mon
     whole = shared_prefix_attention.shared_prefix_attention
 
     def cut_off(query, key, value, prefixes, scale):
-        none = torch.zeros_like(prefixes.continuations)
-        return whole(query, key, value, replace(prefixes, continuations=none), scale)
+        none = torch.zeros_like(prefixes.continuation_bounds)
+        return whole(query, key, value, replace(prefixes, continuation_bounds=none), scale)
 
     monkeypatch.setattr("openrlhf.models.attention.shared_prefix_attention", cut_off)
     assert not settled(network)
+
+
+def test_the_self_test_notices_a_prefix_that_gets_no_gradient(monkeypatch):
+    whole = shared_prefix_attention.shared_prefix_attention
+
+    def cut_off(query, key, value, prefixes, scale):
+        first = prefixes.num_prefix_tokens
+        parts = (torch.cat([part[:first].detach(), part[first:]]) for part in (key, value))
+        return whole(query, *parts, prefixes, scale)
+
+    monkeypatch.setattr("openrlhf.models.attention.shared_prefix_attention", cut_off)
+    assert not settled(make_network("llama", SEGMENTED))
+
+
+def test_dropout_rules_sharing_out_for_sharded_weights_too():
+    network = make_network("llama", SEGMENTED, attention_dropout=0.1)
+    for parameter in network.parameters():
+        parameter.ds_id = 0  # the mark of ZeRO-3
+    assert not settled(network)
+
+
+def test_networks_that_are_compared_share_alike():
+    policy, reference = (make_network("llama", SEGMENTED) for _ in range(2))
+    policy.shares_prefixes = reference.shares_prefixes = True
+    share_alike([policy, reference])
+    assert policy.shares_prefixes
+    policy.shares_prefixes = False
+    share_alike([policy, reference])
+    assert not reference.shares_prefixes
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ def of_lengths(lengths):
     return [np.zeros(length, dtype=np.int32) for length in lengths]
 
 
-def make_groups(count, samples):
-    """The samples of several prompts, in turns."""
+def make_groups(count, samples, prompt=PROMPT, responses=(RESPONSE,)):
+    """The samples of several prompts, in turns; the responses to each prompt have one of the lengths."""
     random = np.random.default_rng(0)
-    prompts = random.integers(2, 1000, (count, PROMPT))
+    prompts = random.integers(2, 1000, (count, prompt))
     return [
-        np.concatenate([prompts[number % count], random.integers(2, 1000, RESPONSE)])
+        np.concatenate([prompts[number % count], random.integers(2, 1000, responses[number % count % len(responses)])])
         for number in range(count * samples)
     ]
 
@@ -49,36 +49,65 @@ def test_four_ranks_share_a_batch_that_fits_one(budget, expected):
     assert len(Batching(LAYOUT, 8, budget, 4).cut(of_lengths([5] * 4))) == expected
 
 
+def computed(sequences, part):
+    found = find_prefixes([sequences[place] for place in part])
+    return sum(len(sequences[place]) for place in part) if found is None else len(found.kept)
+
+
 @given(
     st.integers(1, 6),
     st.integers(1, 5),
     st.integers(1, 9),
     st.one_of(st.none(), st.integers(30, 400)),
     st.integers(1, 4),
+    st.integers(16, 60),
+    st.integers(1, 300),
 )
-def test_with_shared_prefixes_no_sample_is_lost_and_the_budget_holds(prompts, samples, size, budget, ranks):
-    sequences = make_groups(prompts, samples)
-    parts = Batching(LAYOUT, size, budget, ranks, shares_prefixes=True).cut(sequences)
+def test_with_shared_prefixes_no_sample_is_lost_and_the_budget_holds(
+    prompts, samples, size, budget, ranks, prompt, response
+):
+    sequences = make_groups(prompts, samples, prompt, (response,))
+    parts = Batching(LAYOUT, size, budget, ranks, sharing_limit=10_000).cut(sequences)
     assert sorted(place for part in parts for place in part) == list(range(prompts * samples))
     assert len(parts) >= min(ranks, len(sequences))
     for part in parts:
-        found = find_prefixes([sequences[place] for place in part])
-        computed = sum(len(sequences[place]) for place in part) if found is None else len(found.kept)
-        assert budget is None or computed <= budget or len(part) == 1
+        assert budget is None or computed(sequences, part) <= budget or len(part) == 1
+
+
+def test_one_sequence_beyond_the_limit_makes_the_budget_count_every_copy():
+    sequences = make_groups(2, 4)
+    sequences[0] = np.concatenate([sequences[0], np.arange(50)])  # no network shares a batch with it
+    for limit, copies in ((len(sequences[0]), False), (len(sequences[0]) - 1, True)):
+        parts = Batching(LAYOUT, 1, 200, sharing_limit=limit).cut(sequences)
+        whole = max(sum(len(sequences[place]) for place in part) for part in parts)
+        assert (whole <= 200) == copies
+
+
+def test_long_responses_to_one_prompt_are_divided_over_the_ranks():
+    sequences = make_groups(8, 4, 100, (2000, *[100] * 7))
+    parts = Batching(LAYOUT, 1, 100_000, 8, sharing_limit=10_000).cut(sequences)
+    assert len(parts) == 8
+    assert max(computed(sequences, part) for part in parts) < 2500  # 8,100 if the group stayed together
+
+
+def test_two_prompts_of_many_samples_give_every_rank_a_part_with_its_prompt():
+    sequences = make_groups(2, 8, 400, (100,))
+    parts = Batching(LAYOUT, 1, 100_000, 4, sharing_limit=10_000).cut(sequences)
+    assert sorted(computed(sequences, part) for part in parts) == [400 + 4 * 100] * 4
 
 
 @pytest.mark.parametrize(("size", "budget"), [(4, None), (1, PROMPT + 4 * RESPONSE)])
 def test_samples_of_a_prompt_stay_together_if_their_prefix_is_computed_once(size, budget):
     sequences = make_groups(3, 4)
-    parts = Batching(LAYOUT, size, budget, shares_prefixes=True).cut(sequences)
+    parts = Batching(LAYOUT, size, budget, sharing_limit=10_000).cut(sequences)
     assert sorted(sorted(part) for part in parts) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def test_a_group_beyond_the_budget_is_divided_into_few_parts():
-    parts = Batching(LAYOUT, 1, PROMPT + 2 * RESPONSE, shares_prefixes=True).cut(make_groups(1, 4))
+    parts = Batching(LAYOUT, 1, PROMPT + 2 * RESPONSE, sharing_limit=10_000).cut(make_groups(1, 4))
     assert sorted(map(len, parts)) == [2, 2]
 
 
 def test_samples_of_one_prompt_are_shared_out_over_all_ranks():
-    parts = Batching(LAYOUT, 8, 1000, 4, shares_prefixes=True).cut(make_groups(1, 4))
+    parts = Batching(LAYOUT, 8, 1000, 4, sharing_limit=10_000).cut(make_groups(1, 4))
     assert len(parts) == 4

@@ -77,7 +77,7 @@ def rollout_batches():
     }
     tokens = RolloutTokens.of(items, LAYOUT)
     experience = Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **given)
-    parts = Batching(LAYOUT, 4, shares_prefixes=True).cut(tokens.sequences(range(len(items))))
+    parts = Batching(LAYOUT, 4, sharing_limit=1000).cut(tokens.sequences(range(len(items))))
     return [experience.batch(part) for part in parts]
 
 
