@@ -9,11 +9,19 @@ import pytest
 
 from openrlhf.rollout.engine_process import LocalProcess
 from openrlhf.rollout.engine_worker import EngineWorker
+from openrlhf.training.process_state import process_state_restored
 from tests.commands import FinishedRun, run_command
 from tests.rl.toy_task import SMALL, make_prompts, read_rollouts, task_flags
 from tests.warm import warm_children
 
 VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "vllm_enable_sleep": True, "full_determinism": True}
+
+
+@pytest.fixture(autouse=True)
+def settings_restored():
+    """The runs use deterministic kernels, which later tests in this process must not inherit."""
+    with process_state_restored():
+        yield
 
 
 def kill_during_generation(monkeypatch, name, at):
