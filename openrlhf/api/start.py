@@ -14,10 +14,8 @@ from openrlhf.config.check import check
 from openrlhf.config.checks.extras import pip_install
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse_given
-from openrlhf.config.runtime import may_share_gpu
 from openrlhf.errors import MissingExtraError
 from openrlhf.monitor import Sink, is_main_process, say
-from openrlhf.rollout.mps import use_mps
 from openrlhf.signals import interrupt_on_signals
 
 # Set by torchrun and deepspeed. Ray workers inherit the environment of the driver and would try to join its launch.
@@ -68,8 +66,6 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
     """
     trains = isinstance(config, RLConfig | SupervisedConfig)
     is_dry = trains and config.run.dry_run
-    if isinstance(config, RLConfig) and not is_dry and may_share_gpu(config):
-        use_mps()  # now, because importing bitsandbytes initialises CUDA; rl.local_engines reports problems
     try:
         work = import_module(DRY_RUN if is_dry else RUNS.get(name, SUPERVISED)).run  # imports torch and Transformers
     except ModuleNotFoundError as error:

@@ -87,7 +87,13 @@ class ProcessStarter:
         per_gpu = plans[0].per_gpu if plans else 1
         spec = spec.divided(per_gpu)
 
+        turns = [asyncio.Lock() for _ in range(-(-len(plans) // per_gpu))]  # one for each GPU
+
         async def start(number: int) -> Process[EngineWorker]:
+            async with turns[number // per_gpu]:
+                return await start_now(number)
+
+        async def start_now(number: int) -> Process[EngineWorker]:
             slot = self.cluster.engine_slot(number)
             handle = actor.options(**slot.options, max_concurrency=ENGINE_CALLS).remote()
             process: Process[EngineWorker] = Process(handle, f"engine {number}", slot.address, cancels=True)
@@ -97,9 +103,7 @@ class ProcessStarter:
             await self.watch.guard(starting.call(EngineWorker.start, build, spec.awaits_weights))
             return process
 
-        started: dict[int, Process[EngineWorker]] = {}
-        for turn in range(per_gpu):
-            numbers = [plan.number for plan in plans if plan.number % per_gpu == turn]
-            started |= zip(numbers, await asyncio.gather(*map(start, numbers)), strict=True)
-        engines = [EngineReplica(number, started[number]) for number in sorted(started)]
+        numbers = [plan.number for plan in plans]
+        started = await asyncio.gather(*map(start, numbers))
+        engines = [EngineReplica(number, process) for number, process in zip(numbers, started, strict=True)]
         return EngineGroup(engines, start, max_restarts, self.watch.guard)

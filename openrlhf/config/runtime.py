@@ -16,7 +16,6 @@ from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.cluster import ROLES, Role
 
 GPUS_PER_NODE_ON_RAY = 8  # default for --*_num_gpus_per_node on Ray
-MIN_SHARED_SAMPLES = 256  # of a rollout; with fewer, the Python scheduler of one vLLM engine is not the bottleneck
 
 
 # Runtime, devices and engines.
@@ -72,15 +71,6 @@ def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> 
     each = rewards.max_episodes_per_engine
     limits = [rewards.max_concurrent_episodes, None if each is None else each * num_engines(config, environ)]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def may_share_gpu(config: RLConfig) -> bool:
-    """Return True if several engines may run on the GPU of a local run, as far as the flags can tell."""
-    engines = config.engines
-    if not uses_vllm(config) or config.model.device == "cpu" or resolve_runtime(config) == "ray":
-        return False
-    enough = config.rollout.samples_per_rollout >= MIN_SHARED_SAMPLES
-    return engines.vllm_engines_per_gpu > 1 or (engines.vllm_engines_per_gpu == 0 and enough)
 
 
 def generates_in_lockstep(config: RLConfig) -> bool:

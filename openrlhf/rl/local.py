@@ -21,7 +21,7 @@ from openrlhf.config.runtime import is_asynchronous, uses_vllm
 from openrlhf.models.plain import plain_copy
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
-from openrlhf.rl.local_engines import LocalPolicy, engines_per_gpu, open_engines, share_gpu
+from openrlhf.rl.local_engines import LocalPolicy, engines_per_gpu, open_engines
 from openrlhf.rl.models import Models
 from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
@@ -164,8 +164,6 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     vLLM is started before the models are built, because it seeds torch (see rollout/vllm) and measures the free memory.
     With --vllm_enable_sleep, it sleeps while the models load.
     """
-    count = engines_per_gpu(config)
-    share_gpu(config, count)
     device = join(config)
     explain_hardware(config, device)
     asynchronous = is_asynchronous(config)
@@ -185,6 +183,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         finally:
             await engine.close()
         return
+    count = engines_per_gpu(config)
     sleeps, drains = config.engines.vllm_enable_sleep, not config.asynchrony.partial_rollout
     proof = SyncProof(config.engines.sync_check_every)
 

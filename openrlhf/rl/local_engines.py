@@ -2,8 +2,8 @@
 
 With hundreds of sequences and a small model, vLLM spends more time in its Python scheduler than the GPU spends on the
 model. Two engine processes halve the Python work of each, and their kernels overlap: 64 x 8 samples of 512 tokens with
-1.5B parameters took 4.4 s instead of 7 s on an H200 under CUDA MPS. `engines_per_gpu` chooses the number, `share_gpu`
-starts MPS, `open_engines` starts the processes, and `LocalPolicy` sends them the policy's weights.
+1.5B parameters took 4.4 s instead of 7 s on an H200 under CUDA MPS. `engines_per_gpu` chooses the number,
+`open_engines` starts the processes, with MPS on a GPU, and `LocalPolicy` sends them the policy's weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import MIN_SHARED_SAMPLES, uses_vllm
+from openrlhf.config.runtime import uses_vllm
 from openrlhf.errors import RolloutError
 from openrlhf.models.load import choose_dtype, read_config
 from openrlhf.monitor import say
@@ -32,9 +32,10 @@ from openrlhf.rollout.engine_group import EngineGroup
 from openrlhf.rollout.engine_process import open_engine_processes
 from openrlhf.rollout.group_sync import CHANNEL_TIMEOUT, LOOPBACK, Receiving
 from openrlhf.rollout.ipc import check_allocator
-from openrlhf.rollout.mps import use_mps
+from openrlhf.rollout.mps import start_mps
 from openrlhf.rollout.weight_sender import WeightSender
 
+MIN_SAMPLES = 256  # of a rollout; with fewer, the Python scheduler of one engine is not the bottleneck
 AUTOMATIC = 2  # engines; three gain little more, and take more memory
 MIN_CORES = 4  # one for each engine, and some for the trainer, rewards and agents
 MAX_WEIGHTS = 0.5  # of the engines' memory, in all their copies; the rest is for KV caches and CUDA graphs
@@ -43,7 +44,7 @@ KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of an engine's cache on a CPU
 
 @dataclass(frozen=True)
 class RolloutLoad:
-    """What decides whether several engines pay."""
+    """Inputs of `automatic_count`."""
 
     samples: int  # of a rollout
     weights: int  # bytes of the model
@@ -53,15 +54,12 @@ class RolloutLoad:
 
 def automatic_count(load: RolloutLoad) -> int:
     """Return 2 if one engine's scheduler would be the bottleneck, and the GPU has room for a second copy; else 1."""
-    pays = load.samples >= MIN_SHARED_SAMPLES and load.cores >= MIN_CORES
+    pays = load.samples >= MIN_SAMPLES and load.cores >= MIN_CORES
     return AUTOMATIC if pays and AUTOMATIC * load.weights <= MAX_WEIGHTS * load.memory else 1
 
 
 def engines_per_gpu(config: RLConfig) -> int:
-    """Return the number of engines: --vllm_engines_per_gpu or, if that is 0, `automatic_count` on a GPU.
-
-    This does not initialise CUDA, because MPS must be started before.
-    """
+    """Return the number of engines: --vllm_engines_per_gpu or, if that is 0, `automatic_count` on a GPU."""
     if not uses_vllm(config):
         return 1
     given = config.engines.vllm_engines_per_gpu
@@ -101,7 +99,7 @@ def gpu_memory() -> int | None:
 
 
 def weight_bytes(config: RLConfig) -> int | None:
-    """Return the size of the policy's weights in an engine, from its config.json; None if it cannot be told."""
+    """Return the size of the policy's weights in an engine, from its config.json; None if unknown."""
     try:
         with torch.device("meta"):
             settings = read_config(str(config.model.pretrain), config.model)
@@ -112,13 +110,13 @@ def weight_bytes(config: RLConfig) -> int | None:
     return size * sum(parameter.numel() for parameter in model.parameters())
 
 
-def share_gpu(config: RLConfig, count: int) -> None:
-    """Let the engines run side by side on the GPU, or say why they cannot.
-
-    For commands, `api.start` has started MPS already: some packages initialise CUDA as soon as they are imported.
-    """
-    if count > 1 and has_gpu(config) and (problem := use_mps()):
-        say(f"{count} vLLM engines take turns on the GPU, which is slower than CUDA MPS: {problem}")
+def gpu_share(count: int) -> Mapping[str, str]:
+    """Return the variables that let engines run side by side on a GPU; say why if they cannot."""
+    check_allocator()
+    clients = start_mps()
+    if clients.problem:
+        say(f"{count} vLLM engines take turns on the GPU, which is slower than CUDA MPS: {clients.problem}")
+    return clients.variables
 
 
 @asynccontextmanager
@@ -128,7 +126,7 @@ async def open_engines(config: RLConfig, count: int, device: torch.device) -> As
     async with open_engine_processes(
         count,
         lambda number: partial(load_engine, spec, number, os.getcwd()),
-        environment={} if device.type == "cuda" else cpu_share(count, os.environ),
+        environment=gpu_share(count) if device.type == "cuda" else cpu_share(count, os.environ),
         timeout=flags.engine_timeout,
         max_restarts=flags.max_restarts,
         in_turn=device.type == "cuda",  # vLLM measures at its start how much memory its own model takes

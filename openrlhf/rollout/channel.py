@@ -13,7 +13,7 @@ the same time. Each receiver has one authenticated connection (link.py) to the s
 
 A receiver acknowledges a bucket once its tensors have been used, so two buckets alternate: one is filled while the
 other is read. Messages are JSON and never pickles, so a channel cannot make a process run code, and only processes that
-got the channel's secret from the sender (through Ray) can join it. Every wait has a timeout, and its error names the
+got the channel's secret from the sender can join it. Every wait has a timeout, and its error names the
 side that did not respond. NCCL gets a separate process group, because torch's default one belongs to vLLM or DeepSpeed.
 """
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from openrlhf.errors import RESUME, DeathError, EngineError, OpenRLHFError, counted
+from openrlhf.errors import RESUME, DeathError, EngineError, OpenRLHFError, RolloutError, counted
 from openrlhf.event_loop import mark_retrieved
 from openrlhf.monitor import say
 from openrlhf.rollout.engine_worker import EngineProcess, EngineWorker
@@ -100,12 +100,20 @@ class EngineGroup:
     async def _replace_after(self, failure: OpenRLHFError, engine: EngineReplica, failed: EngineProcess) -> None:
         """Replace a failed engine unless another request has; requests that lost it wait for the new one's weights."""
         async with self.change_lock:
-            if engine.process is failed:
-                engine.ready = False
+            if engine.process is not failed:
+                return
+            engine.ready = False
+            try:
                 await self._replace(engine, failure)
                 if self.send_weights is not None:
                     await self.send_weights()
-                engine.ready = True
+            except RolloutError as error:  # not the fault of the sample that noticed: the run cannot go on
+                if isinstance(error, EngineError):
+                    raise
+                raise EngineError(
+                    f"{failure.message}, and was not replaced: {error.message}", try_this=RESUME
+                ) from error
+            engine.ready = True
 
     async def replace_failed(self) -> bool:
         """Replace all engines that are dead or unusable, and return whether there were any.

@@ -37,6 +37,7 @@ Running: TypeAlias = asyncio.Task[None]  # runs as long as the process of an eng
 
 START = "import sys; sys.path[:] = {path}; from openrlhf.rollout.engine_server import main; main()"
 CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is killed
+KILL_SECONDS = 30.0  # wait for a killed process to end
 DRAIN_SECONDS = 1.0  # wait for the last messages and output of a process that has ended
 PING_EVERY = 10.0  # seconds
 GRACE_SECONDS = 5.0  # wait again for a missing answer: this process, not the engine's, may have been busy
@@ -82,7 +83,10 @@ class EngineChild:
 
     def kill(self) -> None:
         """Kill the process and the processes that it started."""
-        with suppress(ProcessLookupError):  # Process.send_signal would poll, and take the exit code from asyncio's wait
+        if self.death:  # its id may belong to another process by now
+            return
+        # Process.send_signal would poll, and take the exit code from asyncio's wait.
+        with suppress(ProcessLookupError, PermissionError):  # macOS denies signals to a group of zombies
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def run(self, reader: asyncio.StreamReader, timeout: float) -> None:
@@ -91,21 +95,35 @@ class EngineChild:
         relaying = asyncio.ensure_future(self._relay_output())
         watching = asyncio.ensure_future(self.watch(timeout))
         exiting = asyncio.ensure_future(self.process.wait())
-        await asyncio.wait({listening, exiting}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({exiting}, timeout=DRAIN_SECONDS)  # a process that closed its socket is about to end
-        self.kill()  # with the processes that it started
-        code = await exiting
-        await asyncio.wait({listening, relaying}, timeout=DRAIN_SECONDS)
-        cancel_all(listening, relaying, watching)
-        self.writer.close()
-        died = f"died: killed by {signal.Signals(-code).name}" if code < 0 else f"died: exit code {code}"
-        if code != -signal.SIGKILL:  # its own doing, so it may have said why
-            last = self.output.decode(errors="replace").strip().splitlines()[-1:]
-            died += "".join(f"; the last line of its output: {line}" for line in last)
-        self.death = f"{self} {self.silence or died}"
-        for answer in tuple(self.unanswered.values()):
-            if not answer.done():
-                answer.set_exception(DeathError(self.death, try_this=RESUME))
+        try:
+            await asyncio.wait({listening, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exiting}, timeout=DRAIN_SECONDS)  # a process that closed its socket is about to end
+            if listening.done() and not listening.cancelled() and (error := listening.exception()):
+                self.silence = f"sent a message that cannot be read: {error!r}"
+            self.kill()  # with the processes that it started
+            await asyncio.wait({exiting}, timeout=KILL_SECONDS)
+            await asyncio.wait({listening, relaying}, timeout=DRAIN_SECONDS)
+        finally:  # also if cancelled: no caller may wait for an answer that nothing will deliver
+            self.kill()
+            cancel_all(listening, relaying, watching)
+            exiting.cancel()
+            self.writer.close()
+            with suppress(TimeoutError):  # the driver may hold the process longer
+                await asyncio.wait_for(self.process.wait(), KILL_SECONDS)
+            self.death = f"{self} {self.silence or self._end()}"
+            for answer in tuple(self.unanswered.values()):
+                if not answer.done():
+                    answer.set_exception(DeathError(self.death, try_this=RESUME))
+
+    def _end(self) -> str:
+        """Return how the process ended, with the end of its output unless it was killed."""
+        code = self.process.returncode
+        if code is None or code == -signal.SIGKILL:
+            return "died: killed by SIGKILL"
+        names = {number.value: number.name for number in signal.Signals}
+        died = f"died: killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"died: exit code {code}"
+        last = self.output.decode(errors="replace").strip().splitlines()[-1:]
+        return died + "".join(f"; the last line of its output: {line}" for line in last)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while (message := await receive(reader)) is not None:
@@ -245,8 +263,10 @@ async def open_engine_processes(
         closing.set()
         cancel_all(*starts)
         await asyncio.gather(*starts, return_exceptions=True)
-        closed = (process.within(CLOSE_SECONDS).call(EngineWorker.close) for process in ready)
-        await asyncio.gather(*closed, return_exceptions=True)
-        for process in started:
-            process.kill()
-        await asyncio.gather(*running)
+        try:
+            closed = (process.within(CLOSE_SECONDS).call(EngineWorker.close) for process in ready)
+            await asyncio.gather(*closed, return_exceptions=True)
+        finally:  # even if cancelled again
+            for process in started:
+                process.kill()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -17,7 +17,7 @@ import sys
 import traceback
 
 from openrlhf.errors import BackendError, OpenRLHFError
-from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Message, Raised, Returned, encode, receive
+from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Raised, Returned, encode, receive
 from openrlhf.rollout.engine_worker import EngineWorker
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the parent of this process dies
@@ -25,6 +25,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the pare
 
 def main() -> None:
     """Serve calls on the socket that is standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # launchers signal every process of a run
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     connection = socket.socket(fileno=os.dup(0))
@@ -56,12 +58,12 @@ class EngineServer:
 
     async def _answer(self, call: EngineCall) -> None:
         """Run a call, and send its result or its error."""
-        answer: Message
         try:
-            answer = Returned(call.number, await getattr(self.worker, call.method)(*call.arguments, **call.named))
+            result = await getattr(self.worker, call.method)(*call.arguments, **call.named)
+            answer = encode(Returned(call.number, result))
         except OpenRLHFError as error:
-            answer = Raised(call.number, error)
+            answer = encode(Raised(call.number, error))
         except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the caller must not hang
             problem = BackendError(f"{type(error).__name__}: {error}")
-            answer = Raised(call.number, problem, traceback.format_exc())
-        self.writer.write(encode(answer))
+            answer = encode(Raised(call.number, problem, traceback.format_exc()))
+        self.writer.write(answer)

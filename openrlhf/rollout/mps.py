@@ -1,10 +1,11 @@
 """CUDA MPS: the processes that share a GPU run their kernels side by side, instead of one process after the other.
 
-MPS is a daemon of NVIDIA's driver, to which a process connects when it initialises CUDA. `use_mps` starts one for this
-process and the engines that it will start; all of them must be clients, because weights travel between them by CUDA
-IPC. A process that has connected cannot do without its daemon, so the daemon stays until this process has ended, also
-if it was killed: the daemon's parent is a small keeper process, which waits for that, stops the daemon (`quit`) and
-removes its folder. That is why the daemon runs in the foreground (-f) of the keeper instead of the background (-d).
+MPS is a daemon of NVIDIA's driver, to which a process connects when it initialises CUDA. `start_mps` starts one for the
+engines that this process will start. This process itself is no client: it and the engines take turns on the GPU, and a
+fault of an MPS client ends all clients of its server. A client cannot continue without its daemon, so the daemon stays
+until this process has ended, even if it was killed: the daemon's parent is a small keeper process, which waits for
+that, stops the daemon (`quit`) and removes its folder. That is why the daemon runs in the foreground (-f) of the keeper
+instead of the background (-d).
 
 This file also runs as a script, the keeper and a probe, so it imports nothing but the standard library.
 """
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -29,7 +31,6 @@ PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 LOGS = "CUDA_MPS_LOG_DIRECTORY"
 USUAL_PIPES = Path("/tmp/nvidia-mps")  # CUDA's default for PIPES
 DRIVER = "libcuda.so.1"
-NOT_INITIALIZED = 3  # the driver's CUDA_ERROR_NOT_INITIALIZED
 PROBE = "probe"  # argument of this script, in place of a process id
 START_SECONDS = 10.0  # for the daemon to answer
 POLL_SECONDS = 0.1
@@ -38,60 +39,61 @@ CHECK_SECONDS = 0.5  # between two looks at whether the process still runs
 QUIT_SECONDS = 10.0  # for the daemon to end, before it is killed
 
 
-def use_mps() -> str | None:
-    """Make this process and those that it starts clients of MPS; return None, or why they are not.
+@dataclass(frozen=True)
+class Clients:
+    """How the processes that share a GPU become clients of MPS."""
 
-    Call it before anything initialises CUDA. An MPS that runs already is used as it is.
+    variables: Mapping[str, str] = field(default_factory=dict)  # to add to their environment
+    problem: str = ""  # why they are not
+
+
+def start_mps() -> Clients:
+    """Start a daemon for the processes that this one starts later, or return why that is not possible.
+
+    An MPS that runs already is used as it is, and so is the daemon of an earlier call.
     """
-    os.environ |= _variables
     if PIPES in os.environ or (USUAL_PIPES.exists() and answers(os.environ)):
-        return None
-    if cuda_is_initialized():
-        return "CUDA was initialised before MPS could be started"
+        return Clients()
+    if not _started:
+        _started.append(_start())
+    return _started[0]
+
+
+_started: list[
+    Clients
+] = []  # by the first call: a daemon serves all runs of a notebook, and a failure would only recur
+_keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
+
+
+def _start() -> Clients:
     if shutil.which(CONTROL) is None:
-        return f"{CONTROL} is not installed"
-    if _failures:
-        return _failures[-1]
-    folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
-    variables = {PIPES: folder, LOGS: folder}
+        return Clients(problem=f"{CONTROL} is not installed")
     # The daemon sees all GPUs: clients would otherwise have to number them from the first one that the daemon sees.
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    keeper = subprocess.Popen(
-        [sys.executable, "-I", __file__, str(os.getpid())],
-        cwd="/",
-        stdin=subprocess.PIPE,  # closes when this process ends
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches only the trainer
-        env=environ | variables,
-    )
+    try:
+        folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
+        variables = {PIPES: folder, LOGS: folder}
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(os.getpid())],
+            cwd="/",
+            stdin=subprocess.PIPE,  # closes when this process ends
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches only the trainer
+            env=environ | variables,
+        )
+    except OSError as error:
+        return Clients(problem=f"{CONTROL} cannot start: {error}")
     _keepers.append(keeper)
     deadline = time.monotonic() + START_SECONDS
     while not (answering := answers(variables)) and time.monotonic() < deadline and keeper.poll() is None:
         time.sleep(POLL_SECONDS)
     if answering and serves(variables):
-        _variables.update(variables)
-        os.environ |= variables
-        return None
+        return Clients(variables)
     problem = last_line(Path(folder) / "control.log") or "it does not answer"
     keeper.communicate(b"end")
     shutil.rmtree(folder, ignore_errors=True)
-    _failures.append(f"{CONTROL} cannot start: {problem}")
-    return _failures[-1]
-
-
-_failures: list[str] = []  # of earlier calls in this process, which would only fail again
-_keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
-_variables: dict[str, str] = {}  # of the daemon that this process started; a later run in a notebook uses it again
-
-
-def cuda_is_initialized() -> bool:
-    """Return whether this process has initialised CUDA: it has then looked for MPS, and will not look again."""
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:  # there is none
-        return False
-    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != NOT_INITIALIZED
+    return Clients(problem=f"{CONTROL} cannot start: {problem}")
 
 
 def answers(variables: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM as an engine in this process: the trainer's own process in the local runtime, or that of a Ray actor.
+"""vLLM as an engine in this process: the trainer's own, an engine process that the trainer started, or a Ray actor.
 
 This module builds vLLM and translates between its types and ours:
 

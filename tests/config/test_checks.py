@@ -13,7 +13,7 @@ from openrlhf.config.checks.extras import is_editable, pip_install
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of, replace_flags
 from openrlhf.config.parser import parse
-from openrlhf.config.runtime import critic_model, may_share_gpu, most_episodes, num_devices, resolve_runtime
+from openrlhf.config.runtime import critic_model, most_episodes, num_devices, resolve_runtime
 from openrlhf.config.sections.cluster import ROLES
 from openrlhf.errors import ConfigError, MissingExtraError
 
@@ -791,26 +791,6 @@ def test_an_unnamed_count_is_eight_on_ray_and_one_locally():
     assert num_devices(rl("--actor_num_nodes 2"), "actor", {}) == 16
     assert num_devices(rl("--actor_num_nodes 2 --actor_num_gpus_per_node 4"), "actor", {}) == 8
     assert num_devices(rl("--actor_num_gpus_per_node 4"), "ref", {}) == 8
-
-
-LARGE = "--vllm_num_engines 1 --vllm_engines_per_gpu 0 --rollout_batch_size 32 --n_samples_per_prompt 8"
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (LARGE, True),
-        (f"{LARGE} --vllm_engines_per_gpu 1", False),
-        (f"{LARGE} --device cpu", False),
-        (f"{LARGE} --runtime ray", False),
-        (LARGE.replace("32", "16"), False),
-        (f"{LARGE.replace('32', '16')} --vllm_engines_per_gpu 2", True),
-        (LARGE.replace("engines 1", "engines 0"), False),
-        (LARGE.replace("--vllm_engines_per_gpu 0", ""), False),
-    ],
-)
-def test_engines_may_share_the_gpu_of_large_local_runs(flags, expected):
-    assert may_share_gpu(rl(flags)) == expected
 
 
 def test_episodes_are_limited_per_engine_or_together():

@@ -8,7 +8,9 @@ import sys
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion
 
-ECHO, KILLED, EXITS, REJECTS, FAILS, WAITS = range(6)  # first tokens of a prompt: what the engine does with it
+ECHO, KILLED, EXITS, REJECTS, FAILS, WAITS, UNSENDABLE = range(
+    7
+)  # first tokens of a prompt: what the engine does with it
 
 
 class StandInEngine:
@@ -33,6 +35,8 @@ class StandInEngine:
                     raise ZeroDivisionError("by zero")
                 case 5:
                     await self._wait()
+                case 6:
+                    return [lambda: None]
         return [Completion(request.prompt_token_ids, (), str(self.number), "stop", 0) for request in requests]
 
     async def _wait(self):

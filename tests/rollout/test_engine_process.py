@@ -16,7 +16,7 @@ from openrlhf.rollout.engine_process import open_engine_processes
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.types import Request, SamplingParams
 from tests.commands import command_environ
-from tests.rollout.engine_stand_ins import ECHO, EXITS, FAILS, KILLED, REJECTS, WAITS, StandInEngine
+from tests.rollout.engine_stand_ins import ECHO, EXITS, FAILS, KILLED, REJECTS, UNSENDABLE, WAITS, StandInEngine
 
 WATCHDOG = 120.0  # seconds
 
@@ -132,6 +132,48 @@ def test_a_stopped_process_counts_as_dead(monkeypatch):
             await waiting
 
     with_engines(scenario)
+
+
+def test_an_unnamed_signal_and_signals_meant_for_the_trainer():
+    async def scenario(group):
+        child = group.engines[0].process.child
+        waiting = asyncio.create_task(group.engines[0].process.call(EngineWorker.generate, [request(WAITS)]))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a launcher sends them to every process
+            os.kill(child.process.pid, number)
+        assert (await group.generate([request(ECHO, 7)]))[0].token_ids == (ECHO, 7)
+        os.kill(child.process.pid, signal.SIGRTMIN + 6)
+        with pytest.raises(DeathError, match=f"died: killed by signal {signal.SIGRTMIN + 6}"):
+            await waiting
+
+    with_engines(scenario)
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error(capfd):
+    async def scenario(group):
+        with pytest.raises(BackendError, match="pickle"):
+            await group.engines[0].process.call(EngineWorker.generate, [request(UNSENDABLE)])
+
+    with_engines(scenario)
+    assert "unexpected error in engine 0" in capfd.readouterr().err
+
+
+def test_cancelled_callers_do_not_wait_for_answers_that_nobody_reads():
+    """Ctrl-C cancels all tasks at once, also those that read the engines' answers."""
+
+    async def run():
+        async with asyncio.timeout(engine_process.CLOSE_SECONDS), open_stand_ins() as group:
+            waiting = asyncio.ensure_future(group.generate([request(WAITS)]))
+            await asyncio.sleep(0)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.wait({waiting})
+            child = group.engines[0].process.child
+            with pytest.raises(DeathError):  # at once
+                await child.call("ping", (), {})
+            return child.process.pid
+
+    pid = asyncio.run(run())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 TRAINER = """
