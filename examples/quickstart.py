@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -91,6 +92,8 @@ def main() -> None:
     write_report(folder / "report.html", runs, title="Quickstart", summary=results)
     seconds = f"{time.perf_counter() - started:.0f} seconds"
     print(f"\n{seconds}; curves and samples: {folder / 'report.html'}; everything: {folder}")
+    if not shutil.which("openrlhf"):
+        print(f"to run openrlhf in your shell: source {Path(sys.executable).parent / 'activate'}")
 
 
 def write_task(folder: Path) -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
 from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.hub import check_login, push_folder
+from openrlhf.training.model_card import warn_if_prompted_differently
 from openrlhf.training.preflight import check_models, explain_reward_models
 from openrlhf.training.rng import load_rng, seed_everything
 from openrlhf.training.run_directory import (
@@ -75,6 +76,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
     if len(prompts) < config.rollout.rollout_batch_size:
         few = f"only {counted(len(prompts), 'prompt')}, fewer than --rollout_batch_size"
         say(f"{few}: rollouts are smaller or repeat prompts")
+    warn_if_prompted_differently(config)
     explain_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)
     try:

@@ -164,6 +164,21 @@ def read_card(name: str) -> ModelCard | None:
     return load_card(Path(cached)) if isinstance(cached, str) else folder_card(Path(name).expanduser())
 
 
+def warn_if_prompted_differently(config: RLConfig) -> None:
+    """Print a line if the card of --pretrain names another prompt format than that of this run."""
+    name, used = str(config.model.pretrain), PromptFormat.of(config)
+    card = read_card(name)
+    trained = PromptFormat.from_metadata(card.data.get("prompt_format")) if card else None
+    if trained is None or (trained.chat, trained.text("")) == (used.chat, used.text("")):
+        return
+    before, now = (
+        "the chat template" if form.chat else f"the input template {form.input_template or '{}'!r}"
+        for form in (trained, used)
+    )
+    fix = "--apply_chat_template" if trained.chat else f"--input_template {shlex.quote(trained.input_template or '{}')}"
+    say(f"{name} was trained with {before}, but this run prompts it with {now}. Try: {fix}")
+
+
 def _repository(name: str) -> tuple[str, str, None, str | None]:
     repository, revision = split_revision(name)
     return repository, CARD_FILE, None, revision

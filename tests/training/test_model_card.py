@@ -15,7 +15,15 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.parser import parse
 from openrlhf.inference.converted_card import gguf_card
 from openrlhf.training.atomic_folder import exporting
-from openrlhf.training.model_card import NOT_REPRODUCED, Outcome, read_card, reproduction, training_card, write_card
+from openrlhf.training.model_card import (
+    NOT_REPRODUCED,
+    Outcome,
+    read_card,
+    reproduction,
+    training_card,
+    warn_if_prompted_differently,
+    write_card,
+)
 from openrlhf.training.prompt_format import PromptFormat
 from tests.commands import as_argv, run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
@@ -129,6 +137,25 @@ def test_policies_and_critics_have_cards(tmp_path, models):
 
 def config_of(command, **flags):
     return parse(COMMANDS[command], as_argv(flags), environ={})
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "told"),
+    [
+        ("Q: {} A: ", "", "with the input template 'Q: {} A: ', but this run prompts it with the input template '{}'"),
+        ("Q: {} A: ", "--input_template 'Q: {} A: '", ""),
+        ("{}", "", ""),  # plain text, as without a template
+        (None, "", "with the chat template, but this run prompts it with the input template '{}'. Try: --apply_chat"),
+    ],
+)
+def test_a_run_that_prompts_a_model_differently_from_its_training_is_told_so(template, flags, told, tmp_path, capsys):
+    form = PromptFormat(chat=template is None, input_template=template)
+    ModelCard(f"---\n{yaml.safe_dump({'prompt_format': form.metadata()})}---\n# model\n").save(tmp_path / "README.md")
+    argv = ["--pretrain", str(tmp_path), *shlex.split(flags)]
+    warn_if_prompted_differently(parse(COMMANDS["train_ppo"], argv, environ={}))
+    said = capsys.readouterr().err
+    assert told in said
+    assert bool(said) == bool(told)
 
 
 def test_secrets_and_outputs_are_not_in_the_card():
