@@ -316,11 +316,12 @@ def test_reading_the_trainer(attack, outside):
 
 
 def test_the_memory_of_a_program_holds_no_secret(attack, outside):
+    """Neither one of the trainer nor one of an earlier program, whose text and output passed through the server."""
     source = """
-        import re
+        import gc, os, re
         secret = re.compile(rb"sk-1234[5]67|SECRET[_]KEY")  # matches neither itself nor this source
-        found = 0
-        for line in open("/proc/self/maps") if __import__("os").path.exists("/proc/self/maps") else ():
+        found = sum(len(secret.findall(str(kept).encode())) for kept in gc.get_objects() if isinstance(kept, dict))
+        for line in open("/proc/self/maps") if os.path.exists("/proc/self/maps") else ():
             area, rights = line.split()[:2]
             start, end = (int(part, 16) for part in area.split("-"))
             if rights.startswith("r") and "[v" not in line:
@@ -330,7 +331,9 @@ def test_the_memory_of_a_program_holds_no_secret(attack, outside):
                     found += len(secret.findall(part))
         print(found)
     """
-    assert attack(source).stdout == "0\n"
+    for _ in range(2):  # the second time, in memory that an earlier program used
+        assert attack(source).stdout == "0\n"
+        assert attack("print('sk-1234567', input())", stdin="SECRET_KEY").stdout == "sk-1234567 SECRET_KEY\n"
 
 
 def test_daemonised_child(attack):

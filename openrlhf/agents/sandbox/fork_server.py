@@ -1,13 +1,17 @@
 """Process that runs programs written by a model, each in a fork of its preloaded interpreter.
 
-`server_handle.ForkServer` starts it with a clean environment and sends it one program at a time. It holds no secrets: a
-program that reads all its memory finds only the standard library. With `isolation` "namespaces" the processes are:
+`server_handle.ForkServer` starts it with a clean environment and sends it one program at a time. With `isolation`
+"namespaces" the processes are:
 
-    server      own user, mount, network and UTS namespaces; root folder of read-only binds; never runs a program's code
-      init      own pid, mount and IPC namespaces, so own /proc and own /tmp; its end kills every process of the run
-        program unprivileged user, no capabilities, system-call filter, resource limits; only descriptors 0 to 3
+    server        own user, mount, network and UTS namespaces; root folder of read-only binds
+      runner      reads one request, collects the output, answers; never runs a program's code
+        init      own pid, mount and IPC namespaces, so own /proc and own /tmp; its end kills every process of the run
+          program unprivileged user, no capabilities, system-call filter, resource limits; only descriptors 0 to 3
 
-With "none" (inside bubblewrap, or at the user's request) the server kills the descendants of a program instead.
+With "none" (inside bubblewrap, or at the user's request) the runner kills the descendants of a program instead.
+
+The server itself never reads a request or an output, because all later programs inherit its memory: a program that
+reads all its memory finds the standard library and itself, but nothing of the programs before it.
 
 `program_frames.py` defines what the two sides send each other.
 """
@@ -69,7 +73,6 @@ class ProgramServer:
                 supported = " or ".join(linux.SYSTEM_CALLS)
                 raise OSError(f"expected Linux on {supported}, got {sys.platform} on {platform.machine()}")
             self.user = enter_namespaces(connection)
-            self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
             self.hidden = make_root()
         else:
             adopt_orphans()
@@ -77,16 +80,37 @@ class ProgramServer:
             linux.prctl(linux.SET_DUMPABLE, 0)  # keeps programs of the same user from tracing this process
 
     def serve(self) -> None:
-        """Run programs until the other end closes the socket."""
-        while (frame := read_frame(self.connection)) is not None:
-            request, descriptors = frame
-            try:
-                answer = self.run(request, descriptors)
-            except OSError as error:
-                answer = {"failed": str(error), "code": 1, "limit": None, "seconds": 0.0, "stdout": "", "stderr": ""}
-            for descriptor in descriptors:
-                os.close(descriptor)
-            write_frame(self.connection, answer)
+        """Fork a runner for each request until the other end closes the socket, or until a runner is killed."""
+        while self.connection.recv(1, socket.MSG_PEEK):
+            runner = os.fork()
+            if runner == 0:
+                self._be_runner()
+            while (ended := os.waitpid(-1, 0))[0] != runner:
+                pass  # a process whose runner was killed
+            if ended[1] != 0:
+                break
+        if not self.isolated:
+            kill_descendants()
+
+    def _be_runner(self) -> NoReturn:
+        """Read one request, run its program, answer, and end."""
+        code = 1
+        try:
+            if sys.platform == "linux":
+                linux.prctl(linux.PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            if not self.isolated:
+                adopt_orphans()
+            if (frame := read_frame(self.connection)) is not None:
+                request, descriptors = frame
+                try:
+                    answer = self.run(request, descriptors)
+                except OSError as error:
+                    answer = {"failed": str(error), "code": 1, "limit": None, "seconds": 0, "stdout": "", "stderr": ""}
+                write_frame(self.connection, answer)
+                code = 0
+        except BaseException:  # noqa: BLE001 - this process must end here, whatever happens
+            traceback.print_exc()
+        os._exit(code)
 
     def run(self, request: ProgramRequest, descriptors: list[int]) -> ProgramAnswer:
         """Run one program to its end; return its exit code, its output and the limit it exceeded."""
@@ -95,7 +119,6 @@ class ProgramServer:
         began = time.monotonic()
         try:
             if self.isolated:
-                linux.join_namespace(self.own_pids, linux.NEW_PIDS)  # undo the unshare of the previous run
                 linux.unshare(linux.NEW_PIDS)
             init = os.fork()
             if init == 0:

@@ -66,11 +66,6 @@ def unshare(flags: int) -> None:
     check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
-def join_namespace(descriptor: int, kind: int) -> None:
-    """Move this process into the namespace that a file in /proc/PID/ns refers to."""
-    check(_libc.setns(ctypes.c_int(descriptor), ctypes.c_int(kind)), "setns")
-
-
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount a file system, or bind a path to another one."""
     given = [os.fsencode(text) or None for text in (source, target, kind, options)]

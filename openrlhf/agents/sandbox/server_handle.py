@@ -37,7 +37,7 @@ JOIN = (
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 START_SECONDS = 60.0  # time limit for starting a server, on a busy machine
 GRACE_SECONDS = 30.0  # time for the server to kill a program and answer
-OWN_PROCESSES = 4  # the server, its parent (two with bubblewrap) and init
+OWN_PROCESSES = 5  # the server, its parent (two with bubblewrap), runner and init
 OVERHEAD = 64 << 20  # bytes of memory for the server itself
 
 
@@ -135,8 +135,10 @@ class ForkServer:
     def _most_processes(self, processes: int) -> int:
         """Return RLIMIT_NPROC, which counts all processes of the program's user in its user namespace."""
         if self.isolation == "none":
-            return processes + count_tasks(os.getuid())
-        return processes if self.isolation == "namespaces" and self.user == UNPRIVILEGED else processes + 3
+            return processes + count_tasks(os.getuid()) + 2  # the runner and init, which do not exist yet
+        if self.isolation == "namespaces" and self.user == UNPRIVILEGED:
+            return processes
+        return processes + OWN_PROCESSES - 1  # the first parent is outside the user namespace
 
     @property
     def is_reusable(self) -> bool:
