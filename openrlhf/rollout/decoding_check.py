@@ -11,7 +11,8 @@ forward on each whole sequence, without a cache. `HFEngine` uses the fastest str
     continuous batching  ->  continuous batching, prompts prefilled by length  ->  one batch per prompt length
     ->  row by row  ->  no cache, in the layout of training  ->  no cache, row by row
 
-Each strategy with a cache is tried with SDPA first, then with eager attention.
+Each strategy with a cache is tried with SDPA first (in groups, if the model has fewer key heads than query heads), then
+with eager attention.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from openrlhf.errors import ConfigError
 from openrlhf.models.agreement import FAILURES, describe_error, measure_rounding, random_rows, relative_error
 from openrlhf.models.forward import Network
+from openrlhf.models.grouped_attention import GROUPED, has_groups
 from openrlhf.models.modes import attention_in, evaluating
 from openrlhf.monitor import say
 from openrlhf.rollout.decoding import ContinuousBatching, Decoding
@@ -76,7 +78,9 @@ def strategies_for(network: Network) -> Iterator[Decoding]:
     """Yield strategies from fast to slow; a model with eager attention keeps it."""
     decoder = network.decoder
     own = attention_in(decoder)
-    attentions = (own,) if own == PLAIN or not decoder._can_set_attn_implementation() else (FAST, PLAIN)
+    attentions: tuple[str, ...] = (GROUPED, FAST, PLAIN) if has_groups(decoder.config) else (FAST, PLAIN)
+    if own == PLAIN or not decoder._can_set_attn_implementation():
+        attentions = (own,)
     for pads_prompts in (True, False):
         for attention in attentions:
             yield ContinuousBatching(decoder, attention, pads_prompts)

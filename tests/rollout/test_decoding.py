@@ -9,6 +9,7 @@ import torch
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
+from openrlhf.models.grouped_attention import GROUPED
 from openrlhf.models.modes import evaluating
 from openrlhf.rollout.decoding import CachedRows, ContinuousBatching
 from openrlhf.rollout.decoding_check import choose_decoding, own_log_probs
@@ -45,16 +46,17 @@ def assert_own(network, asked, made, tolerance=2e-4):
 @pytest.mark.parametrize(
     ("family", "way", "attention"),
     [
-        ("llama", ContinuousBatching, "sdpa"),
+        ("llama", ContinuousBatching, GROUPED),
+        ("gpt2", ContinuousBatching, "sdpa"),  # as many key heads as query heads
         ("gpt_oss", ContinuousBatching, "eager"),  # attention sinks
         ("gemma2", ContinuousBatching, "eager"),  # capped attention scores
         ("bloom", ContinuousBatching, "eager"),  # positions in the mask
-        ("qwen3_next", ContinuousBatching, "sdpa"),  # a linear and an attention layer
-        ("granitemoehybrid", ContinuousBatching, "sdpa"),
-        ("falcon_h1", ContinuousBatching, "sdpa"),  # both in one layer
+        ("qwen3_next", ContinuousBatching, GROUPED),  # a linear and an attention layer
+        ("granitemoehybrid", ContinuousBatching, GROUPED),
+        ("falcon_h1", ContinuousBatching, GROUPED),  # both in one layer
         ("mamba2", ContinuousBatching, "eager"),  # no attention
         ("deepseek_v32", ContinuousBatching, "sdpa"),  # sparse attention with keys of its own
-        ("minimax", OwnCaches, "sdpa"),  # a cache of its own
+        ("minimax", OwnCaches, GROUPED),  # a cache of its own
         ("rwkv", OwnCaches, "eager"),  # a state that is wrong for more than one row
         ("openai-gpt", Uncached, None),
     ],
