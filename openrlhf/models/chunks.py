@@ -8,7 +8,8 @@ The projection to the vocabulary is recomputed in the backward pass, so both pas
 `Network` passes in the head as a callable, because under ZeRO-3, tensor parallelism or LoRA the module must be called
 to gather its weights, reduce its output or apply its adapter. The backward pass of log-probs is written by hand, which
 takes less memory and time than autograd: for a plain linear head, the most common case, including the head
-(`LinearLogProbs`), and otherwise from the logits on (`TargetLogProbs`).
+(`LinearLogProbs`), and otherwise from the logits on (`TargetLogProbs`). If such a head is frozen, as it is under LoRA,
+nothing has to be recomputed (`FrozenLinearLogProbs`).
 """
 
 from collections.abc import Callable
@@ -51,7 +52,9 @@ def token_log_probs(
     linear = plain_linear(head)
     if linear is not None:
         weight, factor = linear
-        return LinearLogProbs.apply(hidden, weight, targets, temperature / factor, chunk)
+        frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+        method = FrozenLinearLogProbs if frozen else LinearLogProbs
+        return method.apply(hidden, weight, targets, temperature / factor, chunk)
 
     def part(hidden: Tensor, targets: Tensor, own: Temperature = temperature) -> tuple[Tensor]:
         return (TargetLogProbs.apply(head(hidden), targets, own),)
@@ -186,3 +189,33 @@ class LinearLogProbs(torch.autograd.Function):
             if to_weight is not None:
                 to_weight.addmm_(off.T, (hidden[part] * factor[part]).to(hidden.dtype))
         return to_hidden, to_weight, None, None, None
+
+
+class FrozenLinearLogProbs(torch.autograd.Function):
+    """The log-probs of `LinearLogProbs` for a weight that is not trained; their gradient is computed with them.
+
+    Each log-prob depends on the hidden state of its own token only. So its slope [hidden] can be computed while its
+    logits exist, and the backward pass multiplies it by the gradient of the log-prob.
+    """
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: AutogradContext, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Temperature, chunk: int
+    ) -> Tensor:
+        log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
+        slopes = torch.empty_like(hidden)  # [tokens, hidden]: of -log p(target) x temperature
+        for place in range(0, len(targets), chunk):
+            part = slice(place, place + chunk)
+            logits = divided(hidden[part] @ weight.T, temperature, part)  # [chunk, vocabulary]
+            log_probs[part] = target_log_probs(logits, targets[part])
+            slopes[part] = minus_one_hot(logits, targets[part], log_probs[part], weight.dtype) @ weight
+        ctx.save_for_backward(slopes)
+        ctx.temperature = temperature
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (slopes,) = ctx.saved_tensors
+        to_hidden = slopes * (-gradient / ctx.temperature)[:, None]
+        return to_hidden.to(slopes.dtype), None, None, None, None

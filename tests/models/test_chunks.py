@@ -172,6 +172,38 @@ def test_half_precision_is_summed_in_fp32():
         assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
 
 
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, TOKENS)])
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+def test_a_frozen_head_gives_the_gradient_of_a_trained_one(factor, temperature):
+    frozen, trained = Case(), Case()
+    frozen.head.requires_grad_(False)
+    results = []
+    for case in (frozen, trained):
+        head = VocabularyHead(model_with(case.head), factor)
+        got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
+        (got * case.weights).sum().backward()
+        results.append([got, case.hidden.grad])
+    assert_close(*results)
+
+
+def test_a_frozen_head_is_multiplied_twice_for_both_passes():
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **kwargs or {})
+
+    case = Case(tokens=CHUNK)
+    case.head.requires_grad_(False)
+    with Products() as products:
+        token_log_probs(case.hidden, case.targets, case.head, chunk=CHUNK).sum().backward()
+    assert products.count == 2
+    with Products() as products, torch.no_grad():
+        token_log_probs(case.hidden, case.targets, case.head, chunk=CHUNK)
+    assert products.count == 1
+
+
 def test_a_frozen_head_gets_no_gradient_and_a_trained_one_below_frozen_states_does():
     case = Case()
     case.head.requires_grad_(False)
