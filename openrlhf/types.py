@@ -16,8 +16,9 @@ The same holds for each sequence of a packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,12 +94,30 @@ class SharedPrefixes:
         return replace(self, **tensors_on(self, device))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenPlaces:
+    """Places in the flattened batch of what a network needs; `Batch.places` derives them."""
+
+    tokens: Tensor  # [tokens]: all places except padding
+    starts: Tensor  # [sequences]: indices in `tokens` at which the sequences start
+    targets: Tensor  # [targets]
+    last: Tensor  # [sequences]: the last token of each sequence
+    longest: int  # tokens of the longest sequence
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on `device`."""
+        return replace(self, **tensors_on(self, device))
+
+
 def tensors_on(data: object, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of a dataclass on `device`, by field; transfers are asynchronous if memory is pinned."""
     from torch import Tensor
 
     tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+Kind = TypeVar("Kind", bound="Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +137,38 @@ class Batch:
     filler: bool = False
     prefixes: SharedPrefixes | None = None  # if sequences share prefixes; networks may compute each of them once
 
+    @cached_property
+    def places(self) -> TokenPlaces:
+        """Where tokens, targets, and the ends of sequences are.
+
+        The number of places depends on the contents of the batch. On a device, the host would have to wait for it, so
+        `to` derives the places before it moves a batch.
+        """
+        numbers, positions = self.sequence_ids.flatten(), self.position_ids.flatten()  # [rows x tokens] each
+        tokens = (numbers >= 0).nonzero().squeeze(-1)
+        last = numbers.new_zeros(self.num_sequences).scatter_reduce(0, numbers[tokens], tokens, reduce="amax")
+        return TokenPlaces(
+            tokens=tokens,
+            starts=(positions[tokens] == 0).nonzero().squeeze(-1),
+            targets=self.target_mask.flatten().nonzero().squeeze(-1),
+            last=last,
+            longest=int(positions.max()) + 1,
+        )
+
+    def as_kind(self, kind: type[Kind], **more: object) -> Kind:
+        """Return this batch as a kind of batch with `more` fields."""
+        given: dict[str, Any] = {item.name: vars(self)[item.name] for item in fields(self)} | more
+        made = kind(**given)
+        if "places" in vars(self):
+            vars(made)["places"] = self.places
+        return made
+
     def to(self, device: torch.device) -> Self:
         """Return a copy on `device`."""
         prefixes = None if self.prefixes is None else self.prefixes.to(device)
-        return replace(self, prefixes=prefixes, **tensors_on(self, device))
+        moved = replace(self, prefixes=prefixes, **tensors_on(self, device))
+        vars(moved)["places"] = self.places.to(device)
+        return moved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,15 +76,15 @@ def collate(rows: Sequence[Any], *, packing: bool, pad_id: int) -> Batch:
         case PairRow():  # reward models and DPO: all chosen sequences, then all rejected ones in the same order
             margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)  # [pairs]
             both = [row.chosen for row in rows] + [row.rejected for row in rows]
-            return PairBatch(**vars(layout.batch(both)), margin=margin)
+            return layout.batch(both).as_kind(PairBatch, margin=margin)
         case LabelledRow():  # KTO: one label per sequence
             label = torch.tensor([row.label for row in rows], dtype=torch.bool)  # [sequences]
-            return LabelledBatch(**vars(layout.batch([row.tokens for row in rows])), label=label)
+            return layout.batch([row.tokens for row in rows]).as_kind(LabelledBatch, label=label)
         case StepRow():  # process reward models: the last token of each step is a target, with the step's label
             labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
             for row, steps in zip(rows, labels, strict=True):
                 steps[row.step_places] = row.step_labels
             tokens = [TokenRow(row.input_ids, ~np.isnan(steps)) for row, steps in zip(rows, labels, strict=True)]
-            return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.combine(labels, np.nan))
+            return layout.batch(tokens).as_kind(StepBatch, step_labels=layout.combine(labels, np.nan))
         case _:  # SFT and distillation: no labels
             return layout.batch(rows)

@@ -205,15 +205,14 @@ class Network(nn.Module):
         share = None
         if self.ring is not None:
             assert len(batch.input_ids) == 1, "ring attention needs a packed row"
-            starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)  # [sequences]
-            share = Share.of((*starts.tolist(), batch.input_ids.shape[1]), self.ring)
+            share = Share.of((*batch.places.starts.tolist(), batch.input_ids.shape[1]), self.ring)
         states = self._hidden(batch, share)
 
         # Positions in the flattened batch of the hidden states that the head is applied to, [selected].
         if issubclass(kind, Scores):
-            places = last_tokens(batch)
+            places = batch.places.last  # [sequences]
         else:
-            places = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
+            places = batch.places.targets  # [targets]
             if not issubclass(kind, TargetLogits):
                 places = places - 1  # a token is predicted by the state before it
         held: Any = (
@@ -224,8 +223,11 @@ class Network(nn.Module):
         if share is not None:  # every process needs all outputs
             found = {name: share.join(values, held, len(places)) for name, values in found.items()}
         if issubclass(kind, LogProbs | Values):  # scatter [targets] to [rows, tokens]
-            mask = batch.target_mask
-            found = {name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in found.items()}
+            shape = batch.target_mask.shape
+            found = {
+                name: values.new_zeros(shape.numel()).index_put((batch.places.targets,), values).view(shape)
+                for name, values in found.items()
+            }
         return kind(aux_loss=states.aux_loss, **found)
 
     def _hidden(self, batch: Batch, share: Share | None) -> LastStates:
@@ -279,9 +281,10 @@ class Network(nn.Module):
         head = self.vocabulary_head
         if issubclass(kind, TargetLogits):
             return {"logits": head(hidden).float()}
-        targets = batch.input_ids[batch.target_mask][held]  # [targets here]
+        places = batch.places.targets[held]
+        targets = batch.input_ids.flatten()[places]  # [targets here]
         if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
-            temperature = temperature.to(targets.device)[batch.target_mask][held]
+            temperature = temperature.to(targets.device).flatten()[places]
         if issubclass(kind, LogProbsAndEntropy):
             log_probs, entropy = token_log_probs_and_entropy(hidden, targets, head, temperature=temperature)
             return {"log_probs": log_probs, "entropy": entropy}
@@ -340,15 +343,6 @@ def rows_of_batch(calls: Sequence[DecoderCall], outputs: Sequence[Tensor], batch
         rows[call.batch_places] = first + places
         first += count
     return rows
-
-
-def last_tokens(batch: Batch) -> Tensor:
-    """Return the position of each sequence's last token in the flattened batch, [sequences]."""
-    ids = batch.sequence_ids.flatten()
-    places = torch.arange(ids.numel(), device=ids.device)
-    last = places.new_zeros(batch.num_sequences)
-    real = ids >= 0
-    return last.scatter_reduce(0, ids[real], places[real], reduce="amax")
 
 
 def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:

@@ -43,10 +43,9 @@ class DecoderCall:
 
 def packed_call(batch: Batch, gap: int) -> DecoderCall:
     """Return one call with all sequences in a single row, each followed by `gap` masked tokens."""
-    real = batch.sequence_ids >= 0
-    ids, positions = batch.input_ids[real], batch.position_ids[real]  # [tokens]
-    starts = (positions == 0).nonzero().squeeze(-1)  # [sequences]
-    total, longest = len(ids), int(batch.position_ids.max()) + 1
+    places = batch.places
+    ids, positions = batch.input_ids.flatten()[places.tokens], batch.position_ids.flatten()[places.tokens]  # [tokens]
+    starts, total, longest = places.starts, len(ids), places.longest
     extra: Arguments = {"attention_mask": None}
     output_places = None
     if gap:
@@ -68,16 +67,17 @@ def packed_call(batch: Batch, gap: int) -> DecoderCall:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    batch_places = None if len(batch.input_ids) == 1 else real.flatten().nonzero().squeeze(-1)
+    batch_places = None if len(batch.input_ids) == 1 else places.tokens
     return DecoderCall(arguments | extra, batch_places, output_places)
 
 
 def shared_call(batch: Batch, prefixes: SharedPrefixes) -> DecoderCall:
     """Return one call with all sequences in a single row that holds each shared prefix once."""
-    real = batch.sequence_ids >= 0
+    tokens = batch.places.tokens
+    kept = tokens[prefixes.kept]  # [row]
     arguments = {
-        "input_ids": batch.input_ids[real][prefixes.kept][None],
-        "position_ids": batch.position_ids[real][prefixes.kept][None],
+        "input_ids": batch.input_ids.flatten()[kept][None],
+        "position_ids": batch.position_ids.flatten()[kept][None],
         "attention_mask": None,
         "cu_seq_lens_q": prefixes.segment_bounds,
         "cu_seq_lens_k": prefixes.segment_bounds,
@@ -85,8 +85,7 @@ def shared_call(batch: Batch, prefixes: SharedPrefixes) -> DecoderCall:
         "max_length_k": prefixes.longest_segment,
         "prefixes": prefixes,
     }
-    batch_places = None if len(batch.input_ids) == 1 else real.flatten().nonzero().squeeze(-1)
-    return DecoderCall(arguments, batch_places, prefixes.places)
+    return DecoderCall(arguments, None if len(batch.input_ids) == 1 else tokens, prefixes.places)
 
 
 def _spaced(values: Tensor, places: Tensor, total: int) -> Tensor:
@@ -99,17 +98,19 @@ def padded_call(batch: Batch) -> DecoderCall:
 
     No position ids are passed, because some model families do not count from zero.
     """
-    real = batch.sequence_ids >= 0
     if len(batch.input_ids) == batch.num_sequences:
-        return DecoderCall({"input_ids": batch.input_ids, "attention_mask": real.long()})
-    shape = (batch.num_sequences, int(batch.position_ids.max()) + 1)
-    places = batch.sequence_ids[real] * shape[1] + batch.position_ids[real]  # [tokens] in the flattened rows
+        return DecoderCall({"input_ids": batch.input_ids, "attention_mask": (batch.sequence_ids >= 0).long()})
+    tokens, shape = batch.places.tokens, (batch.num_sequences, batch.places.longest)
+    ids, numbers, positions = (
+        tensor.flatten()[tokens] for tensor in (batch.input_ids, batch.sequence_ids, batch.position_ids)
+    )
+    places = numbers * shape[1] + positions  # [tokens] in the flattened rows
     total = shape[0] * shape[1]
     arguments = {
-        "input_ids": _spaced(batch.input_ids[real], places, total).view(shape),
+        "input_ids": _spaced(ids, places, total).view(shape),
         "attention_mask": _spaced(torch.ones_like(places), places, total).view(shape),
     }
-    return DecoderCall(arguments, real.flatten().nonzero().squeeze(-1), places)
+    return DecoderCall(arguments, tokens, places)
 
 
 def single_calls(batch: Batch) -> Iterator[DecoderCall]:

@@ -49,8 +49,8 @@ class Experience:
         def lay_out(values: Tensor | None) -> Tensor | None:
             return None if values is None else self.tokens.lay_out(values, samples)
 
-        return PolicyBatch(
-            **vars(self.tokens.batch(samples)),
+        return self.tokens.batch(samples).as_kind(
+            PolicyBatch,
             advantages=self.tokens.lay_out(self.advantages, samples),
             rollout_log_probs=self.tokens.lay_out(self.rollout_log_probs, samples),
             old_log_probs=lay_out(self.old_log_probs),

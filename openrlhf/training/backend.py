@@ -158,8 +158,8 @@ class TrainBackend(Frozen, Ranks, ABC):
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         """Accumulate the gradients of a whole optimizer step."""
         self.meter.begin(micro_batches)
+        totals = StepTotals(*self.sum_over_ranks(torch.stack([counts(batch) for batch in micro_batches]).sum(0)))
         on_device = [batch.to(self.device) for batch in micro_batches]
-        totals = StepTotals(*self.sum_over_ranks(torch.stack([counts(batch) for batch in on_device]).sum(0)))
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:

@@ -121,7 +121,7 @@ class Distillation:
     def prepare(self, batches: list[Batch], step: Step[object], policy: TrainBackend) -> list[TaughtBatch]:
         with self.teacher.on_device():
             found = [self.teacher.forward(batch, HiddenStates).hidden for batch in batches]
-        return [TaughtBatch(**vars(batch), teacher_hidden=hidden) for batch, hidden in zip(batches, found, strict=True)]
+        return [batch.as_kind(TaughtBatch, teacher_hidden=hidden) for batch, hidden in zip(batches, found, strict=True)]
 
     def loss(self, run: Run, batch: TaughtBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         teacher = Teacher(batch.teacher_hidden, self.teacher.network.vocabulary_head)
@@ -161,7 +161,7 @@ class DirectPreference:
     def prepare(self, batches: list[PairBatch], step: Step[object], policy: TrainBackend) -> list[ReferencedPairs]:
         with self.reference.on_device():
             found = [self._per_response(self.reference.forward(batch, LogProbs), batch) for batch in batches]
-        return [ReferencedPairs(**vars(batch), reference=own) for batch, own in zip(batches, found, strict=True)]
+        return [batch.as_kind(ReferencedPairs, reference=own) for batch, own in zip(batches, found, strict=True)]
 
     def loss(self, run: Run, batch: ReferencedPairs, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
@@ -200,8 +200,8 @@ class UnpairedPreference:
         with self.reference.on_device():
             baseline = self._baseline(step, policy)
             return [
-                ReferencedLabels(
-                    **vars(batch),
+                batch.as_kind(
+                    ReferencedLabels,
                     reference=_sequence_sums(self.reference.forward(batch, LogProbs), batch),
                     baseline=baseline,
                 )
@@ -251,7 +251,7 @@ class ProcessReward(NeedsNoModel):
 
     def loss(self, run: Run, batch: StepBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, TargetLogits)
-        labels = batch.step_labels[batch.target_mask]  # [rows, tokens] to [targets]
+        labels = batch.step_labels.flatten()[batch.places.targets]  # [rows, tokens] to [targets]
         ids = self.reward_token_ids or None
         if not self.soft:  # labels are indices into the reward tokens, or vocabulary ids
             labels = labels.long() if ids is None else torch.tensor(ids, device=labels.device)[labels.long()]

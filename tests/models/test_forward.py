@@ -29,7 +29,6 @@ from openrlhf.models.forward import (
     TargetLogits,
     Teacher,
     Values,
-    last_tokens,
 )
 from openrlhf.models.load import recompute_activations
 from openrlhf.training.preflight import balances_experts
@@ -162,7 +161,7 @@ def test_last_tokens_by_hand():
             target_mask=nothing(ids).bool(),
             num_sequences=3,
         )
-        assert last_tokens(batch).tolist() == expected
+        assert batch.places.last.tolist() == expected
 
 
 @pytest.mark.parametrize("attention", ["sdpa", SEGMENTED])
