@@ -7,7 +7,6 @@ rows. A stop signal lets the requests in flight finish, within --stop_timeout.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import socket
@@ -32,6 +31,7 @@ from openrlhf.inference.serve_app import build_app
 from openrlhf.inference.served_model import open_served_model
 from openrlhf.monitor import say
 from openrlhf.signals import write_line
+from openrlhf.training.process_state import present_objects_frozen
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -132,19 +132,17 @@ def run(config: ServeRMConfig) -> None:
     with bind(host, port) as listener:  # before the model loads, so that a taken port is reported immediately
         leave_a_core()
         server = build_server(config)
-        gc.freeze()  # a collection over all imported objects would delay every request by 0.2 s
         with explained(host, port):
             listener.listen()  # fails if another server bound the same port while both loaded their models
         bound, number = listener.getsockname()[:2]
         address = f"[{bound}]:{number}" if ":" in bound else f"{bound}:{number}"
         say(f"{config.server.reward_pretrain} answers on http://{address}/get_reward; Ctrl-C stops the server")
         try:
-            server.run([listener])
+            with present_objects_frozen():
+                server.run([listener])
         except KeyboardInterrupt:
             if server.stopped_by != signal.SIGTERM:
                 raise
-        finally:
-            gc.unfreeze()  # extension modules report objects as leaked that Python does not free at exit
 
 
 def leave_a_core() -> None:

@@ -37,6 +37,7 @@ from openrlhf.training.fit import Interrupted
 from openrlhf.training.hub import check_login, push_folder
 from openrlhf.training.model_card import warn_if_prompted_differently
 from openrlhf.training.preflight import check_models, explain_reward_models
+from openrlhf.training.process_state import present_objects_frozen
 from openrlhf.training.rng import load_rng, seed_everything
 from openrlhf.training.run_directory import (
     explain_stop,
@@ -134,7 +135,8 @@ async def train(
         was_complete = controller.exhausted and not state.queue
         try:
             await runtime.sync.sync(state.version)
-            with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:
+            stopping = stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES)
+            with stopping as stop, present_objects_frozen():
                 await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id, len(order.prompts)))
             if was_complete and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")

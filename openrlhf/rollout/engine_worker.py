@@ -11,6 +11,7 @@ The method is passed as the function itself, so that arguments and answers are t
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, Self, TypeVar
@@ -35,6 +36,8 @@ class EngineWorker:
         if not awaits_weights:
             self.has_weights.set()
         self.engine = build()
+        gc.collect()
+        gc.freeze()  # a collection over all imported objects would interrupt a decoding step
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate once the engine has the policy's weights."""

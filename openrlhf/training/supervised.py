@@ -32,6 +32,7 @@ from openrlhf.training.model_card import MakeCard, Outcome, training_card, write
 from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
 from openrlhf.training.preflight import check_models, explain_hardware
+from openrlhf.training.process_state import present_objects_frozen
 from openrlhf.training.processes import agree, join
 from openrlhf.training.rng import seed_dropout, seed_everything
 from openrlhf.training.run_directory import (
@@ -122,7 +123,8 @@ def train(
                 fit.evaluate(0)
             if first_step >= order.total_steps:
                 fit.monitor.tell(f"the checkpoint is at step {first_step}: no steps are left to train")
-            last = fit.run(first_step)
+            with present_objects_frozen():
+                last = fit.run(first_step)
     except Interrupted as stop:
         say(explain_stop(stop))
         raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import doctest
+import gc
 import json
 import os
 import signal
@@ -126,6 +127,15 @@ def test_a_callback_ends_training_early_and_the_model_is_saved(sft, ppo, capsys)
         assert result.steps == result.history[-1].step == 2
         assert (result.model / "config.json").exists()
     assert capsys.readouterr().err.count("step 2: training ends here: enough") == 2
+
+
+@pytest.mark.parametrize("command", ["sft", "ppo"])
+def test_a_collection_of_garbage_skips_the_objects_from_before_training(command, request):
+    """A collection over all imported objects would interrupt a step."""
+    counts = []
+    request.getfixturevalue(command)(on_step=lambda record: counts.append((record.step, gc.get_freeze_count())))
+    assert all(frozen > 100_000 for step, frozen in counts if step > 0)
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("kind", [LookupError, FileNotFoundError])
