@@ -133,11 +133,6 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coef: float) -> Te
     return torch.where(truncated.bool(), torch.minimum(before, penalised), before)
 
 
-def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
-    """Clip shaped rewards to [low, high]."""
-    return rewards.float().clamp(low, high)
-
-
 @torch.no_grad()
 def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: float) -> Tensor:
     """Return token rewards [batch, tokens]: -kl_coef kl at each action token, plus the reward at the last one.

@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -94,7 +94,7 @@ class RayWorkers:
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         values, reference, own = await asyncio.gather(  # policy last, as in LocalWorkers
             self._score(self.critic, Models.values, batches),
-            self._score(self.reference, Models.reference_log_probs, batches),
+            self._score(self.reference, partial(Models.log_probs, of_reference=True), batches),
             self._score(self.policy if log_probs else None, Models.log_probs, batches),
         )
         return BatchScores(own, reference, values)

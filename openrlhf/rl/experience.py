@@ -94,7 +94,7 @@ async def make_experience(
         steps = step_token_rewards(trajectories, rewards, group_ids, mask, estimator, clip_range)
         token_rewards = penalties + steps  # [samples, tokens]
     else:
-        shaped = shaping.clip_rewards(shaping.SHAPING[estimator](rewards, group_ids), *clip_range)  # [samples]
+        shaped = shaping.SHAPING[estimator](rewards, group_ids).clamp(*clip_range)  # [samples]
         token_rewards = shaping.spread(shaped, kl_penalised, mask, kl_coef)
 
     baseline = torch.zeros_like(token_rewards) if values is None else values  # [samples, tokens]
@@ -182,7 +182,7 @@ def step_token_rewards(
     rows, places, values = zip(*given, strict=True)
     samples = torch.tensor(rows)  # [steps]
     shaped = shaping.shape_steps(estimator, torch.tensor(values), group_ids[samples], samples)
-    clipped = shaping.clip_rewards(shaped, *clip_range)
+    clipped = shaped.clamp(*clip_range)
     placed = torch.zeros(mask.shape).index_put((samples, torch.tensor(places)), clipped, accumulate=True)
     return masked(placed, mask)
 

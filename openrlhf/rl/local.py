@@ -54,8 +54,8 @@ class LocalWorkers:
     on_thread: bool = False  # compute in a thread, so that the engine keeps generating
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights change
 
-    async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
-        return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
+    async def _run(self, work: Callable[..., Answer], *arguments: object, **named: object) -> Answer:
+        return await asyncio.to_thread(work, *arguments, **named) if self.on_thread else work(*arguments, **named)
 
     async def agree_on_prefixes(self) -> int:
         limit = self.models.sharing_limit()
@@ -67,7 +67,9 @@ class LocalWorkers:
         models = self.models
         return BatchScores(  # policy last: if models sleep, it stays awake for training
             values=await self._run(models.values, batches) if models.critic else None,
-            reference_log_probs=await self._run(models.reference_log_probs, batches) if models.reference else None,
+            reference_log_probs=await self._run(models.log_probs, batches, of_reference=True)
+            if models.reference
+            else None,
             log_probs=await self._run(models.log_probs, batches) if log_probs else None,
         )
 
@@ -110,7 +112,7 @@ class SharedSync:
 
     async def sync(self, version: int) -> None:
         self.models.wake_policy()
-        await self.engine.load([], version)
+        self.engine.version = version
 
     async def begin_training(self) -> None:
         """Do nothing: the engine uses the policy's network and has no device memory to release."""

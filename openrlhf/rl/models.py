@@ -114,19 +114,15 @@ class Models:
         models = (*(trained.backend for trained in self.trained.values()), self.reference)
         return [model for model in models if model is not None]
 
-    def log_probs(self, batches: Sequence[RolloutBatch], model: Frozen | None = None) -> list[Tensor]:
-        """Return the log-probs of a model (default: the policy) for each batch: [rows, tokens], on the CPU."""
-        model = self._use(self.policy).backend if model is None else model
+    def log_probs(self, batches: Sequence[RolloutBatch], *, of_reference: bool = False) -> list[Tensor]:
+        """Return the log-probs of the policy, or of the reference, for each batch: [rows, tokens], on the CPU."""
+        model = self.reference if of_reference else self._use(self.policy).backend
+        assert model is not None, NOT_HELD
         with model.on_device():
             return [
                 model.forward(batch, LogProbs, temperature=temperature_of(batch, self.temperature)).log_probs.cpu()
                 for batch in batches
             ]
-
-    def reference_log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
-        """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""
-        assert self.reference is not None, NOT_HELD
-        return self.log_probs(batches, self.reference)
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Return the critic's values for each batch: [rows, tokens], on the CPU."""

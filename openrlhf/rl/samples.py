@@ -90,7 +90,7 @@ class RolloutTokens:
 
     input_ids: Tensor
     action_mask: Tensor  # bool; False at the first token, which is never predicted
-    lengths: Tensor  # [samples]
+    valid: Tensor  # bool; False on padding
     temperature_factors: Tensor | None  # None if all tokens were sampled at --temperature
     packing: bool  # True if batches are packed, False if padded
     sharing: bool  # True if batches describe the prefixes that their samples share
@@ -106,7 +106,7 @@ class RolloutTokens:
         return RolloutTokens(
             input_ids=stack([item.input_ids for item in trajectories], torch.long, fill=layout.pad_id),
             action_mask=action_mask,
-            lengths=torch.tensor([len(item.input_ids) for item in trajectories]),
+            valid=stack([[True] * len(item.input_ids) for item in trajectories], torch.bool),
             temperature_factors=factors,
             packing=layout.packing,
             sharing=layout.sharing,
@@ -114,7 +114,8 @@ class RolloutTokens:
 
     def batch(self, samples: Sequence[int]) -> RolloutBatch:
         """Make a batch of the given samples, for scoring."""
-        valid = self._valid(samples)  # [samples of the batch, longest sample]
+        valid = self.valid[list(samples)]
+        valid = valid[:, valid.any(0)]  # [samples of the batch, longest of them]
         numbers = torch.arange(len(samples))[:, None].expand_as(valid)
         positions = torch.arange(valid.shape[1]).expand_as(valid)
         factors = self.temperature_factors
@@ -130,29 +131,22 @@ class RolloutTokens:
 
     def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return the tokens of the given samples, without padding."""
-        ids, lengths = self.input_ids.numpy(), self.lengths.tolist()
+        ids, lengths = self.input_ids.numpy(), self.valid.sum(1).tolist()
         return [ids[number, : lengths[number]] for number in samples]
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [samples, tokens] of the given samples in the layout of a batch, [rows, tokens]."""
-        valid = self._valid(samples)
-        chosen = values[list(samples), : valid.shape[1]]
-        return chosen[valid][None] if self.packing else chosen
+        chosen, valid = values[list(samples)], self.valid[list(samples)]  # [samples of the batch, tokens]
+        return chosen[valid][None] if self.packing else chosen[:, valid.any(0)]
 
     def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
         """Undo `lay_out`: return [samples, tokens] from the micro-batches `parts`, zero on padding."""
         whole = torch.zeros(self.input_ids.shape)
         for samples, tensor in zip(parts, tensors, strict=True):
-            valid = self._valid(samples)
-            rows = torch.zeros(valid.shape)
-            rows[valid] = (tensor[0] if self.packing else tensor[valid]).float().cpu()
-            whole[list(samples), : valid.shape[1]] = rows
+            valid = self.valid[list(samples)]  # [samples of the batch, tokens]
+            found = tensor[0] if self.packing else tensor[valid[:, : tensor.shape[1]]]  # [valid tokens]
+            whole[list(samples)] = torch.zeros(valid.shape).masked_scatter(valid, found.float().cpu())
         return whole
-
-    def _valid(self, samples: Sequence[int]) -> Tensor:
-        """Return a mask [samples, longest sample], False on padding."""
-        lengths = self.lengths[list(samples)]
-        return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def stack(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0.0) -> Tensor:

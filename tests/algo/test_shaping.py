@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from openrlhf.algo.shaping import (
     SHAPING,
     WHITENED,
-    clip_rewards,
     group_is_kept,
     group_norm,
     group_stats,
@@ -147,10 +146,6 @@ def test_truncation_never_increases_the_reward(coef, expected):
 def test_stop_properly_coefficient_above_one_is_rejected():
     with pytest.raises(ValueError, match="at most 1"):
         stop_properly_penalty(torch.ones(1), torch.ones(1), 1.5)
-
-
-def test_rewards_are_clipped_to_the_range():
-    assert_close(clip_rewards(torch.tensor([-99, 3, 99]), -10, 10), torch.tensor([-10.0, 3, 10]))
 
 
 def test_spread_matches_hand_computation():

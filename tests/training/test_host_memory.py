@@ -32,7 +32,7 @@ def test_offloaded_weights_move_once_for_all_micro_batches(folder, loads):
     plain, offloaded = (LocalFrozen(load_network(folder), CPU, offload=offload) for offload in (False, True))
     batches = [RolloutBatch(**vars(make_batch((5, 3), seed, packed=False))) for seed in range(3)]
     models = Models(reference=offloaded)
-    for found, batch in zip(models.reference_log_probs(batches), batches, strict=True):
+    for found, batch in zip(models.log_probs(batches, of_reference=True), batches, strict=True):
         torch.testing.assert_close(found, plain.forward(batch, LogProbs).log_probs, rtol=0, atol=0)
     assert loads == [1]
     assert not offloaded.offloaded.loaded
