@@ -26,8 +26,8 @@ from openrlhf.config.runtime import resolve_runtime
 from openrlhf.monitor import Sink, say
 from openrlhf.rl import train
 from openrlhf.rl.engines import engine_spec
-from openrlhf.rl.local import Runtime
 from openrlhf.rl.train import RLResult
+from openrlhf.rl.workers import Runtime
 from openrlhf.rollout.channel import Transport
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import GroupSync

@@ -212,7 +212,7 @@ class BatchInferenceConfig:
     task: inference.BatchTaskFlags = section(inference.BatchTaskFlags)
     model: ServedModelFlags = section(ServedModelFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
-    data: inference.BatchDataFlags = section(inference.BatchDataFlags)
+    data: inference.BatchDataFlags = section(inference.BatchDataFlags, max_samples=100_000_000)
     template: TemplateFlags = section(TemplateFlags)
     sampling: inference.SamplingFlags = section(inference.SamplingFlags)
 

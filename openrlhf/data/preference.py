@@ -16,7 +16,7 @@ from openrlhf.data.findings import check_texts, field_findings, first_rows, unus
 from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
-from openrlhf.data.responses import check_fields, mark_plain, mark_response
+from openrlhf.data.responses import check_fields, encode_response, mark_plain, mark_response
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped, Loaded, build_rows, long_prompt
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
@@ -120,11 +120,8 @@ def labelled_rows(
         label = record.value(fields.label_key, "--label_key")
         if not isinstance(label, int | float) or label not in (0, 1):
             raise record.at(fields.label_key).mismatch("0, 1, true or false", label)
-        encoded = encode(mark_response(record, fields, chat, template.input_template), tokenizer, max_len)
-        if encoded.prompt_length >= max_len - 2:
-            raise long_prompt(max_len, encoded.length)
-        report.keep((encoded.text, encoded.length))
-        report.without_eos += not encoded.learns_eos
+        marked = mark_response(record, fields, chat, template.input_template)
+        encoded = encode_response(marked, tokenizer, report)
         return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
 
     rows = build_rows(records, make, report)

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from openrlhf.config.checks.paths import looks_local, nearest_path
 from openrlhf.config.checks.revisions import dataset_revisions
 from openrlhf.config.in_memory import find_object, is_in_memory
-from openrlhf.config.sections.data import DatasetFlags
-from openrlhf.config.sections.inference import BatchDataFlags
+from openrlhf.config.sections.data import SourceFlags
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import JsonArray, open_json
 from openrlhf.data.hub import dataset_is_cached, hub_failure
@@ -64,7 +63,7 @@ def without_nulls(value: object) -> object:
     return value
 
 
-def load_dataset(data: DatasetFlags | BatchDataFlags, *, seed: int, loading: LoadingFlags) -> Records:
+def load_dataset(data: SourceFlags, *, seed: int, loading: LoadingFlags) -> Records:
     """Load the rows of --dataset, limited to --max_samples and mixed by --dataset_probs."""
     return load_dataset_rows(
         str(data.dataset),

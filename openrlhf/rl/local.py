@@ -23,8 +23,8 @@ from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
 from openrlhf.rl.local_engines import LocalPolicy, engines_per_gpu, open_engines
 from openrlhf.rl.models import Models
-from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
-from openrlhf.rollout.engine import Engine, LoadingEngine
+from openrlhf.rl.workers import BatchScores, ModelRewards, Runtime, WeightSync
+from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import GroupSync
 from openrlhf.rollout.hf import HFEngine
@@ -35,15 +35,6 @@ from openrlhf.training.rng import seed_everything
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Workers, engine and weight sync of a run, in one process or on a cluster."""
-
-    workers: Workers
-    engine: Engine
-    sync: WeightSync
 
 
 @dataclass(frozen=True)

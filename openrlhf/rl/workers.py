@@ -1,4 +1,7 @@
-"""The interface between the RL loop and the models: `rl/local.py` implements it for one process, `cluster` on Ray."""
+"""The interface between the RL loop and what it runs on: models, engine and weight sync.
+
+`rl/local.py` implements it for one process, `cluster` on Ray; either yields a `Runtime`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from openrlhf.rollout.engine import Engine
 from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
 
 
@@ -124,3 +128,12 @@ class WeightSync(Protocol):
         Other engines are not affected.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Workers, engine and weight sync of a run, in one process or on a cluster."""
+
+    workers: Workers
+    engine: Engine
+    sync: WeightSync

@@ -26,7 +26,7 @@ class EvaluationFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetFlags(EvaluationFlags):
+class SourceFlags:
     """Data"""
 
     dataset: str | None = flag(
@@ -36,11 +36,17 @@ class DatasetFlags(EvaluationFlags):
         essential=True,
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
-    dataset_split: str = flag("train", "Split of the training datasets.")
+    dataset_split: str = flag("train", "Split of --dataset.")
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
     )
     max_samples: int = flag(1_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE, essential=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFlags(EvaluationFlags, SourceFlags):
+    """Data"""
+
     max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE, essential=True)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: rows are prepared before training.", NOT_NEGATIVE)
 

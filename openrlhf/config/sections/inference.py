@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, Range, flag
+from openrlhf.config.sections.data import SourceFlags
 from openrlhf.config.sections.training import ZERO_STAGE
 
 PORT = Range("above 0 and at most 65535", lambda value: 0 < value <= 65535)
@@ -71,7 +72,7 @@ class BatchTaskFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchDataFlags:
+class BatchDataFlags(SourceFlags):
     """Data"""
 
     dataset: str | None = flag(
@@ -79,14 +80,6 @@ class BatchDataFlags:
         "Comma-separated files, folders or hub names; name@dir selects a subfolder.",
         required="./prompts.jsonl",
         essential=True,
-    )
-    dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
-    dataset_split: str = flag("train", "Split of the datasets.")
-    dataset_revision: str | None = flag(
-        None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
-    )
-    max_samples: int = flag(
-        100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE, essential=True
     )
     max_len: int = flag(2048, "Maximum tokens per sample when scoring.", POSITIVE)
     input_key: str = flag("input", "Field with the prompt.", essential=True)
