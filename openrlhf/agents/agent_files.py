@@ -40,7 +40,7 @@ def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]
 
 
 def agent_of_object(agent: object) -> Callable[[], AgentExecutorBase]:
-    """Return a constructor of the executor for an object that a Python caller passed as agent."""
+    """Return a constructor of the executor for an object that a Python caller passed as an agent."""
     name = f"agent={object_name(agent)}"
     if isinstance(agent, AgentExecutorBase):
         return lambda: agent

@@ -38,7 +38,7 @@ def must_be_ours(function: Callable[..., object], name: str) -> None:
 
 
 def trl_call(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return a call by name, as in TRL; the first column of the dataset that it requires is taken for the label."""
+    """Return a call with keywords, as TRL makes it; our labels become the first dataset column that it requires."""
     arguments = ["prompts=prompts"] if "prompts" in parameters else []
     arguments.append(f"completions=[{RESPONSE} for query, prompt in zip(queries, prompts)]")
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -49,6 +49,6 @@ def trl_call(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def verl_call() -> str:
-    """Return one call for each sample, as in verl."""
+    """Return a list with one call per sample, as verl makes them."""
     samples = "for query, prompt, label in zip(queries, prompts, labels)"
     return f'[{{name}}(data_source="", solution_str={RESPONSE}, ground_truth=label) {samples}]'

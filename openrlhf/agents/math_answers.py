@@ -1,6 +1,6 @@
 r"""Extract mathematical answers from responses, and compare them with a reference.
 
-Two answers agree if they are the same number, or the same text apart from notation without meaning. If the
+Two answers agree if they are the same number, or the same text after removing meaningless notation. If the
 package math-verify is installed, they also agree if they are mathematically equal, such as `\frac{\sqrt{4}}{2}` and 1,
 or `(x+1)^2` and its expansion. Reward files import these functions from `openrlhf.utils`.
 """
@@ -56,7 +56,7 @@ def grade_answer(given_answer: object, ground_truth: object) -> bool:
 
 
 def bare(answer: str) -> str:
-    """Remove the box and notation without meaning from an answer."""
+    """Strip the box and meaningless notation from an answer."""
     boxed = extract_boxed_answer(answer)
     text = (answer if boxed is None else boxed).strip().rstrip(".")
     text = DROPPED.sub("", WRAPPED.sub(r"\1", text))

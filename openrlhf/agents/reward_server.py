@@ -100,7 +100,7 @@ class RewardServer:
                 connection.end()
 
         threading.Thread(target=run, daemon=True, name="openrlhf-reward-server").start()
-        answer = mark_retrieved(asyncio.wrap_future(result))  # a cancelled caller leaves it behind
+        answer = mark_retrieved(asyncio.wrap_future(result))  # no one awaits it if the caller is cancelled
         try:
             # Not asyncio.timeout: if generation blocked the loop, it would cancel an answer that has already arrived.
             await asyncio.wait({answer}, timeout=self.timeout)
@@ -121,7 +121,7 @@ class RewardServer:
                 raise self._failure(error) from None
         except (http.client.InvalidURL, ValueError):  # their texts repeat the address or the key
             raise RewardError(
-                f"{self.name} cannot be asked: expected ASCII without spaces and control characters in address and key"
+                f"{self.name} cannot be called: expected ASCII without spaces or control characters in address and key"
             ) from None
         except (OSError, http.client.HTTPException) as error:  # connection refused, reset, closed early or timed out
             raise Unavailable(f"{type(error).__name__}: {error}") from None

@@ -261,7 +261,7 @@ def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> ConfigError:
-    if isinstance(error, ConfigError):  # of `_source`
+    if isinstance(error, ConfigError):  # raised by `_source`, with a complete message
         return error
     nor_here = "" if Path(name).exists() else f" There is no local folder {name} either."
     return ConfigError(f"cannot load the {what} {name}: {_first_line(error)}{nor_here}")

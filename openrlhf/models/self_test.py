@@ -187,12 +187,12 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
     """
     batch = probe.batch
     found = answers(forward(batch, probe.kind), batch)
-    # [answers]: the sequence of each answer
     count = batch.num_sequences
+    # [answers]: the sequence of each answer
     owners = torch.arange(count) if probe.kind is Scores else batch.sequence_ids[batch.target_mask]
 
     def change(numbers: range) -> Tensor:
-        """Return the changes in the results of all other sequences if the own tokens of these are reversed."""
+        """Reverse the own tokens of these sequences; return how much the results of all others change."""
         ids = batch.input_ids.clone()  # [1, tokens]
         for number in numbers:
             places = (batch.sequence_ids == number) & probe.own_tokens
@@ -222,7 +222,8 @@ def check_prefixes(network: Network, forward: BackendForward, probe: LayoutProbe
     prefixes = [row, row, row[::-1][:OTHER_PREFIX], row[::-1][:OTHER_PREFIX], row[:0], row[:0]]
     rows = [np.concatenate([prefix, own]) for prefix, own in zip(prefixes, rest, strict=True)]
     batch = pack([TokenRow(ids, np.ones(len(ids), bool)) for ids in rows])
-    shared = torch.tensor([len(prefix) for prefix in prefixes])[batch.sequence_ids]  # [1, tokens]: of each sequence
+    # [1, tokens]: length of the prefix of each token's sequence
+    shared = torch.tensor([len(prefix) for prefix in prefixes])[batch.sequence_ids]
     network.shares_prefixes = False
     expected = answers(forward(batch, probe.kind), batch)
     probe = LayoutProbe(batch, probe.kind, expected, probe.rounding, batch.position_ids >= shared)

@@ -15,7 +15,7 @@ from openrlhf.types import Completion, Request
 
 Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by checkpoint name
 Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by checkpoint name
-Part: TypeAlias = Literal["weights", "cache"]  # the memory that `sleep` releases, by use
+Part: TypeAlias = Literal["weights", "cache"]  # what the memory that `sleep` releases is used for
 
 
 class Engine(Protocol):

@@ -34,7 +34,7 @@ class Guard(Protocol):
 
 
 async def unguarded(awaited: Awaitable[Answer]) -> Answer:
-    """Await an answer in a run that depends on no other processes than its engines."""
+    """Await an answer in a run that depends only on the processes of its engines."""
     return await awaited
 
 
@@ -107,7 +107,7 @@ class EngineGroup:
                 await self._replace(engine, failure)
                 if self.send_weights is not None:
                     await self.send_weights()
-            except RolloutError as error:  # not the fault of the sample that noticed: the run cannot go on
+            except RolloutError as error:  # no sample caused this, so skipping samples would not help
                 if isinstance(error, EngineError):
                     raise
                 raise EngineError(
@@ -149,9 +149,9 @@ class EngineGroup:
 
 
 def batch_by_prefix(requests: Sequence[Request]) -> Iterator[list[int]]:
-    """Yield the places of requests that share a prefix, at most SLACK at a time.
+    """Yield the indices of requests that share a prefix, at most SLACK at a time.
 
-    A batch goes to one engine. More than SLACK samples of one prompt may go to several engines, like any others.
+    Each batch goes to one engine, so more than SLACK samples of a prompt may be spread over several engines.
     """
     order = sorted(range(len(requests)), key=lambda place: requests[place].prefix)
     for _, group in groupby(order, key=lambda place: requests[place].prefix):

@@ -28,10 +28,10 @@ SECONDS_TO_NOTICE = 2.0  # time for a sender to notice by itself that a receiver
 
 
 class Receiving(NamedTuple):
-    """The place of one receiver."""
+    """A channel, and the number of one receiver in it."""
 
     channel: Channel
-    number: int  # of the receiver in the channel
+    number: int
 
 
 class PolicySide(Protocol):

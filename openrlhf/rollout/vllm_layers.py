@@ -83,7 +83,7 @@ def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Checksums by which to recognise a tensor: of some columns and rows of a matrix, or of all elements otherwise."""
+    """Checksums that identify a tensor: of some columns and rows of a matrix, or of all elements otherwise."""
 
     shape: tuple[int, ...]
     columns: int  # checksum

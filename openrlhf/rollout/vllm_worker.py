@@ -46,7 +46,7 @@ class WeightLoading:
     def receive_weights(self, weights: Weights, verify: bool) -> Received:
         """Load `weights`, iterating over them once, and report what arrived.
 
-        vLLM uses another CUDA stream than the trainer, so both are synchronised twice: before loading, because the
+        vLLM and the trainer use different CUDA streams, so both are synchronised twice: before loading, because the
         trainer's last kernels must have written the weights, and after it, because the trainer may then change them.
         """
         on_cpu = current_platform.is_cpu()
@@ -55,8 +55,8 @@ class WeightLoading:
         model: Any = self.model_runner.get_model()
         model_config = self.vllm_config.model_config
         expected = {name for name, _ in model.named_parameters()}
-        # vLLM may store weights in another form than the checkpoint, and every load must convert them: on CPU, matrices
-        # are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
+        # vLLM may store weights in a different form from the checkpoint, and every load must convert them: on CPU,
+        # matrices are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
         by_copying = not on_cpu and not any(
             isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
             for module in model.modules()

@@ -156,7 +156,7 @@ class WeightSender:
 
 
 class Receiver:
-    """A receiver that joined: its connection, and a thread for sending, so that a slow receiver delays no other."""
+    """A receiver that joined: its connection, and a thread that sends, so that a slow one does not delay the others."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.link = link

@@ -192,7 +192,7 @@ def test_an_address_that_is_not_http_is_rejected_immediately(through, address):
     ],
 )
 def test_an_address_or_key_that_http_does_not_allow_is_not_shown(through, address, key):
-    with serving(by_length) as (url, received), pytest.raises(RewardError, match="cannot be asked") as error:
+    with serving(by_length) as (url, received), pytest.raises(RewardError, match="cannot be called") as error:
         run(through(url + address, api_key=key), [Scripted("2")])
     assert url in str(error.value)
     assert not re.search("one|two", str(error.value))

@@ -113,7 +113,8 @@ class NemoGymAgentExecutor(ChatExecutor):
                 text = f"there is no tool {name}"
                 # Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
                 if any(tool["function"]["name"] == name for tool in tools):
-                    _, text = await self._post(http, f"/{name}", call["function"]["arguments"])  # whatever the status
+                    # The policy reads the text of an error status, too.
+                    _, text = await self._post(http, f"/{name}", call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": number, "content": text})
                 item: Item = {"type": "function_call_output", "id": f"fco_{number}", "status": "completed"}
                 output.append(item | {"call_id": number, "output": text})
@@ -121,7 +122,7 @@ class NemoGymAgentExecutor(ChatExecutor):
     async def _post(self, http: ClientSession, path: str, body: Mapping[str, object]) -> tuple[int, str]:
         """Return the status and text of a response; raise RewardError if there is none or it is too large.
 
-        Redirects are not followed: the server could have this machine read an address that only it can reach.
+        Redirects are not followed, because one could point to an address that only this machine can reach.
         """
         from aiohttp import ClientError
 

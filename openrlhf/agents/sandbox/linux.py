@@ -27,8 +27,8 @@ NOT_IMPLEMENTED = 0x00050000 | errno.ENOSYS
 ALLOWED = 0x7FFF0000
 SOCKET_FAMILIES = (1, 2, 10)  # UNIX, INET, INET6; others (vsock, netlink, packet) may bypass the network namespace
 
-# Kernel interfaces that a program does not need and that have a history of privilege escalations, and those for memory
-# that counts towards no process, so that without control groups nothing would limit it.
+# Kernel interfaces that a program does not need and that have a history of privilege escalations, and interfaces to
+# memory that is not charged to a process, which only control groups could limit.
 # Per architecture: audit number, socket, clone, clone3, then the denied calls: ptrace, mount, umount2, pivot_root,
 # unshare, setns, bpf, perf_event_open, userfaultfd, add_key, request_key, keyctl, process_vm_readv, process_vm_writev,
 # open_by_handle_at, io_uring_setup, open_tree, move_mount, fsopen, mount_setattr, memfd_create, memfd_secret, shmget,

@@ -95,7 +95,7 @@ def make_root() -> list[str]:
     for name in ("/proc", "/tmp"):
         os.makedirs(name, 0o755, exist_ok=True)
     # The kernel lets a user namespace mount a new /proc only if no part of the existing one is hidden. Containers hide
-    # parts of /proc, so programs there have none.
+    # parts of it, so programs in a container have no /proc.
     with suppress(OSError):
         linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES)
     with open("/etc/passwd", "w") as file:

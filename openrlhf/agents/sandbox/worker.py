@@ -83,7 +83,7 @@ class Worker(ABC):
     router: RequestRouter
     reward: RewardFunction  # set for a reward
     executor: AgentExecutorBase  # set for an agent
-    owns_process = True  # False: the process trains, too, and its random state must not change
+    owns_process = True  # False: this process also trains, and its random state must not change
 
     def __init__(self) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by call
