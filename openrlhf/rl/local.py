@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,8 +46,8 @@ class LocalWorkers:
     on_thread: bool = False  # compute in a thread, so that the engine keeps generating
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights change
 
-    async def _run(self, work: Callable[..., Answer], *arguments: object, **named: object) -> Answer:
-        return await asyncio.to_thread(work, *arguments, **named) if self.on_thread else work(*arguments, **named)
+    async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
 
     async def agree_on_prefixes(self) -> int:
         limit = self.models.sharing_limit()
@@ -56,11 +57,10 @@ class LocalWorkers:
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models
+        score_reference = partial(models.log_probs, of_reference=True)
         return BatchScores(  # policy last: if models sleep, it stays awake for training
             values=await self._run(models.values, batches) if models.critic else None,
-            reference_log_probs=await self._run(models.log_probs, batches, of_reference=True)
-            if models.reference
-            else None,
+            reference_log_probs=await self._run(score_reference, batches) if models.reference else None,
             log_probs=await self._run(models.log_probs, batches) if log_probs else None,
         )
 

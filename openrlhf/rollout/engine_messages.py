@@ -1,4 +1,4 @@
-"""Messages between the trainer and an engine process that it started: pickles, each preceded by its length.
+"""Messages between the trainer and an engine process that it started: pickles, each in one frame (`subprocesses`).
 
 Both ends run our own code and share a socket pair that no other process can open. (User code runs elsewhere, in the
 worker processes of `agents.sandbox`, which send JSON.)
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from openrlhf.errors import OpenRLHFError
-
-LENGTH = struct.Struct("!Q")
+from openrlhf.subprocesses import frame, read_frame
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,10 @@ Message: TypeAlias = EngineCall | CancelEngineCall | Returned | Raised
 
 
 def encode(message: Message) -> bytes:
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(data)) + data
+    return frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
     """Return the next message, or None if the other end is gone."""
-    try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return pickle.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
+    data = await read_frame(reader)
+    return None if data is None else pickle.loads(data)

@@ -12,7 +12,6 @@ says why; `EngineGroup` then replaces it. All processes end with `open_engine_pr
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -30,12 +29,14 @@ from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
 from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Message, Raised, Returned, encode, receive
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import LOOPBACK
+from openrlhf.subprocesses import describe_exit, kill_group, start_python
 
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 Running: TypeAlias = asyncio.Task[None]  # runs as long as the process of an engine
 
-START = "import sys; sys.path[:] = {path}; from openrlhf.rollout.engine_server import main; main()"
+START = "from openrlhf.rollout.engine_server import main; main()"
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of PyTorch
 CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is killed
 KILL_SECONDS = 30.0  # wait for a killed process to end
 DRAIN_SECONDS = 1.0  # wait for the last messages and output of a process that has ended
@@ -83,11 +84,8 @@ class EngineChild:
 
     def kill(self) -> None:
         """Kill the process and the processes that it started."""
-        if self.death:  # its id may belong to another process by now
-            return
-        # Process.send_signal would poll, and take the exit code from asyncio's wait.
-        with suppress(ProcessLookupError, PermissionError):  # macOS denies signals to a group of zombies
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if not self.death:  # otherwise its id may belong to another process by now
+            kill_group(self.process)
 
     async def run(self, reader: asyncio.StreamReader, timeout: float) -> None:
         """Handle the messages and the output of the process until it ends, and then fail its unanswered calls."""
@@ -120,10 +118,8 @@ class EngineChild:
         code = self.process.returncode
         if code is None or code == -signal.SIGKILL:
             return "died: killed by SIGKILL"
-        names = {number.value: number.name for number in signal.Signals}
-        died = f"died: killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"died: exit code {code}"
         last = self.output.decode(errors="replace").strip().splitlines()[-1:]
-        return died + "".join(f"; the last line of its output: {line}" for line in last)
+        return f"died: {describe_exit(code)}" + "".join(f"; the last line of its output: {line}" for line in last)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while (message := await receive(reader)) is not None:
@@ -205,15 +201,12 @@ async def start_process(name: str, environment: Mapping[str, str], timeout: floa
     """Start a process that waits for its engine; return its handle, and the task that ends when the process has."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            START.format(path=json.dumps(sys.path)),
+        process = await start_python(
+            START,
+            environment={"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(os.environ) | dict(environment),  # no warnings
             stdin=theirs.fileno(),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(os.environ) | dict(environment),  # hides warnings of PyTorch
         )
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     child = EngineChild(name, process, writer)

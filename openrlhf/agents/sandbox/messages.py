@@ -4,14 +4,13 @@
     worker -> trainer   FileLoaded, then RunningCall, EngineRequest, CallReturned and CallRaised
 
 Messages to a worker are pickled, because a label may be any object from a dataset. Messages to the trainer are JSON,
-[class name, fields], so the trainer never unpickles objects that user code made. On both pipes a message is preceded by
-its length as 8 bytes, big-endian (`HEADER`). `process.WorkerProcess` and `worker.ProcessWorker` are the two ends.
-Between a thread and the trainer, messages are passed as they are.
+[class name, fields], so the trainer never unpickles objects that user code made. Each message is one frame
+(`openrlhf.subprocesses`). `process.WorkerProcess` and `worker.ProcessWorker` are the two ends. Between a thread and the
+trainer, messages are passed as they are.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -20,7 +19,6 @@ from openrlhf.config.in_memory import object_name
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.types import Completion, SamplingParams
 
-HEADER = struct.Struct(">Q")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 

@@ -132,9 +132,7 @@ class Pool:
         """Start a process, or a thread for an object; `alone` reserves it for one call."""
         kind: type[WorkerHandle] = WorkerProcess
         if self.spec.code is not None:
-            from openrlhf.agents.sandbox.thread import (
-                WorkerThread,
-            )  # imported late, with everything that a worker needs
+            from openrlhf.agents.sandbox.thread import WorkerThread  # late: imports everything that a worker needs
 
             kind = WorkerThread
         worker = kind(self.spec, self.limits, self._end_call, self._end_process, alone=alone)

@@ -12,15 +12,12 @@ import pickle
 import signal
 import socket
 import sys
-from contextlib import suppress
 
 from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.handle import WorkerHandle
+from openrlhf.subprocesses import describe_exit, frame, kill_group, read_frame, send_signal, start_python
 
-START = (
-    "import sys; sys.path[:] = {path}; "
-    "from openrlhf.agents.sandbox.worker import main; main({calls}, {replies}, {parent})"
-)
+START = "from openrlhf.agents.sandbox.worker import main; main({calls}, {replies}, {parent})"
 DRAIN_SECONDS = 1.0  # wait for the last messages of a process that has ended
 KILL_SECONDS = 10.0  # time for a supervisor to kill its descendants
 
@@ -36,12 +33,11 @@ class WorkerProcess(WorkerHandle):
 
     def send(self, message: messages.ToWorker) -> None:
         """Send a message, unless the process is being killed."""
-        data = pickle.dumps(message)
-        framed = messages.HEADER.pack(len(data)) + data
+        data = frame(pickle.dumps(message))
         if self.writer is None:
-            self.unsent.append(framed)
+            self.unsent.append(data)
         elif not self.killed and not self.writer.is_closing():
-            self.writer.write(framed)
+            self.writer.write(data)
 
     def kill(self) -> None:
         """Kill the process and everything that it started, including daemons outside its process group."""
@@ -50,17 +46,14 @@ class WorkerProcess(WorkerHandle):
             return
         if sys.platform == "linux" and self.process.returncode is None:
             for number in (signal.SIGTERM, signal.SIGCONT):  # SIGCONT in case its supervisor is stopped
-                with suppress(ProcessLookupError):
-                    # Process.send_signal would poll first, and take the exit code away from asyncio's own wait.
-                    os.kill(self.process.pid, number)
+                send_signal(self.process, number)
             self.loop.call_later(KILL_SECONDS, self._kill_group)
         else:
             self._kill_group()
 
     def _kill_group(self) -> None:
         if self.process is not None and not self.reaped:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process)
 
     async def run(self) -> str:
         """Run the process to its end and return how it ended."""
@@ -68,7 +61,7 @@ class WorkerProcess(WorkerHandle):
             code = await self._run()
         except OSError as error:
             return f"cannot run: its process could not be started: {error}"
-        return f"ended its process: {f'killed by {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}"
+        return f"ended its process: {describe_exit(code)}"
 
     async def _run(self) -> int:
         """Start the process and handle its messages; return the exit code once the process has ended."""
@@ -77,16 +70,11 @@ class WorkerProcess(WorkerHandle):
         replies, their_replies = socket.socketpair()
         descriptors = their_calls.fileno(), their_replies.fileno()
         with their_calls, their_replies:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                START.format(
-                    path=json.dumps(sys.path), calls=descriptors[0], replies=descriptors[1], parent=os.getpid()
-                ),
+            self.process = await start_python(
+                START.format(calls=descriptors[0], replies=descriptors[1], parent=os.getpid()),
+                environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=descriptors,
-                start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
-                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ),
             )
         _, self.writer = await asyncio.open_unix_connection(sock=calls)
         reader, reply_writer = await asyncio.open_unix_connection(sock=replies)
@@ -110,10 +98,6 @@ class WorkerProcess(WorkerHandle):
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Handle the worker's messages until the pipe closes."""
-        while True:
-            try:
-                (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
-                kind, fields = json.loads(await reader.readexactly(length))
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return
+        while (data := await read_frame(reader)) is not None:
+            kind, fields = json.loads(data)
             self.take(messages.WORKER_MESSAGES[kind](**fields))

@@ -40,6 +40,7 @@ from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.sandbox.parent_death import die_with, end_all
 from openrlhf.errors import OpenRLHFError
+from openrlhf.subprocesses import frame, read_frame
 
 # Keys of an episode's result that are sent to the trainer.
 RESULT_KEYS = (
@@ -199,21 +200,17 @@ class ProcessWorker(Worker):
         """Send a message; block until it is sent, because user code may end the process next."""
         data = json.dumps([type(message).__name__, vars(message)]).encode()
         with self.writing:
-            self.replies.sendall(messages.HEADER.pack(len(data)) + data)
+            self.replies.sendall(frame(data))
 
     async def serve(self, calls: socket.socket) -> None:
         """Handle messages until the trainer ends the process; return if the file cannot be loaded."""
         self.track_tasks()
         reader, _writer = await asyncio.open_unix_connection(sock=calls)  # without the writer, the socket closes
-        while True:
-            try:
-                (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
-                message: messages.ToWorker = pickle.loads(await reader.readexactly(length))
-            except (asyncio.IncompleteReadError, OSError):  # the trainer is gone
-                end_all()
-                return
+        while (data := await read_frame(reader)) is not None:
+            message: messages.ToWorker = pickle.loads(data)
             if not await self.take(message):
                 return
+        end_all()  # the trainer is gone
 
 
 def describe_exception(call: int | None, error: BaseException, file: str) -> messages.CallRaised:

@@ -1,0 +1,80 @@
+"""Python processes that the trainer starts and exchanges messages with: how they start, talk and end.
+
+Engines (`rollout/engine_process.py`) and workers for user code (`agents/sandbox/process.py`) are such processes. Each
+has a session of its own, so Ctrl-C in the terminal reaches only the trainer, and can be killed with everything in its
+process group. Messages travel over socket pairs as frames: bytes preceded by their length. What the bytes mean is up to
+the two ends, because only our own code may be sent pickles: engines exchange pickles, workers answer in JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+LENGTH = struct.Struct("!Q")
+
+
+async def start_python(
+    code: str,
+    *,
+    environment: Mapping[str, str],
+    stdin: int,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> asyncio.subprocess.Process:
+    """Run Python code in a new process and session, with this process's import path."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[:] = {json.dumps(sys.path)}; {code}",
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=pass_fds,
+        start_new_session=True,
+        env=environment,
+    )
+
+
+def frame(data: bytes) -> bytes:
+    """Return the data preceded by its length, as `read_frame` expects it."""
+    return LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """Return the data of the next frame, or None if the other end is gone."""
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, OSError):
+        return None
+
+
+def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended, but whose id has not been reused.
+
+    `Process.send_signal` would poll, and take the exit code away from asyncio's own wait.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def kill_group(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and everything in its process group; its id must not have been reused."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS denies signals to a group of zombies
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended, from its exit code, which is negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
