@@ -65,6 +65,7 @@ class ReportingExecutor:
     tell: Callable[[str], None]  # prints a line
     samples: int = 0  # finished samples, including failed ones
     failures: int = 0
+    report_at: int = 1  # number of failures at which to report again
     first: str = ""  # the first error
 
     async def run_group(
@@ -76,10 +77,10 @@ class ReportingExecutor:
             self.failures += 1
             text = " ".join(str(failure).split())  # on one line
             self.first = self.first or text
-            if self.failures == 1:
-                self.tell(f"a sample failed and is skipped (--on_reward_error skip): {text}")
-            elif is_power(self.failures, GROWTH):
-                self.tell(f"{self.summary}, the latest: {text}")
+            if self.failures == self.report_at:
+                self.report_at *= GROWTH
+                single = f"a sample failed and is skipped (--on_reward_error skip): {text}"
+                self.tell(single if self.failures == 1 else f"{self.summary}, the latest: {text}")
         return result
 
     @property
@@ -88,13 +89,6 @@ class ReportingExecutor:
 
     async def close(self) -> None:
         await self.inner.close()
-
-
-def is_power(number: int, base: int) -> bool:
-    """Return whether a positive number is a power of `base`."""
-    while number % base == 0:
-        number //= base
-    return number == 1
 
 
 def clip(text: str, limit: int = SHOWN) -> str:
