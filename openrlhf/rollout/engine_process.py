@@ -203,7 +203,7 @@ async def start_process(name: str, environment: Mapping[str, str], timeout: floa
     with theirs:
         process = await start_python(
             START,
-            environment={"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(os.environ) | dict(environment),  # no warnings
+            environment=QUIET | dict(os.environ) | dict(environment),
             stdin=theirs.fileno(),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
