@@ -16,8 +16,17 @@ from openrlhf.data.findings import check_texts, field_findings, first_rows, unus
 from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
-from openrlhf.data.responses import check_fields, encode_response, mark_plain, mark_response
-from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped, Loaded, build_rows, long_prompt
+from openrlhf.data.responses import check_fields, mark_plain, mark_response
+from openrlhf.data.rows import (
+    EMPTY_PROMPT,
+    EMPTY_RESPONSE,
+    NO_ANSWER,
+    Dropped,
+    Loaded,
+    build_rows,
+    encode_response,
+    long_prompt,
+)
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
 from openrlhf.types import LabelledRow, PairRow, TokenRow
@@ -121,7 +130,7 @@ def labelled_rows(
         if not isinstance(label, int | float) or label not in (0, 1):
             raise record.at(fields.label_key).mismatch("0, 1, true or false", label)
         marked = mark_response(record, fields, chat, template.input_template)
-        encoded = encode_response(marked, tokenizer, report)
+        encoded = encode_response(marked, tokenizer, max_len, report)
         return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
 
     rows = build_rows(records, make, report)

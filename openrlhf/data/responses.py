@@ -2,20 +2,17 @@
 
 Without a chat template, prompt and response are texts in two fields. With a chat template, they are messages: the input
 field contains the whole conversation, or the response has its own field. `mark_response` reads either form and returns
-the text that `encode_response` turns into tokens.
+the text that `tokens.encode` turns into a row.
 """
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
-
 from openrlhf.config.sections.data import ResponseFlags
 from openrlhf.data.messages import Message, read_messages, read_text, says_something
 from openrlhf.data.records import Record
-from openrlhf.data.report import DataReport
-from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped, long_prompt
+from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped
 from openrlhf.data.templates import Chat, fill
-from openrlhf.data.tokens import Encoded, Marked, encode
+from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
 
 
@@ -52,17 +49,6 @@ def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, inpu
 def mark_plain(prompt: str, response: str) -> Marked:
     """Join prompt and response; the response is the learned span."""
     return Marked(prompt + response, ((len(prompt), len(prompt) + len(response)),))
-
-
-def encode_response(marked: Marked, tokenizer: PreTrainedTokenizerBase, report: DataReport) -> Encoded:
-    """Encode a text and count it in the report; raise TooLong if its prompt leaves no room for the response."""
-    max_len = report.budget.tokens
-    encoded = encode(marked, tokenizer, max_len)
-    if encoded.prompt_length >= max_len - 2:
-        raise long_prompt(max_len, encoded.length)
-    report.keep((encoded.text, encoded.length))
-    report.without_eos += not encoded.learns_eos
-    return encoded
 
 
 def read_conversation(record: Record, fields: ResponseFlags) -> list[Message]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import DataReport
+from openrlhf.data.tokens import Encoded, Marked, encode
 from openrlhf.monitor import is_main_process, say
 
 LARGE = 2000  # minimum number of rows for a progress bar
@@ -60,6 +62,16 @@ def long_prompt(max_len: int, tokens: int) -> TooLong:
 
 def long_prompt_reason(max_len: int) -> str:
     return f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})"
+
+
+def encode_response(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int, report: DataReport) -> Encoded:
+    """Encode a text and count it in the report; raise TooLong if its prompt leaves no room for the response."""
+    encoded = encode(marked, tokenizer, max_len)
+    if encoded.prompt_length >= max_len - 2:
+        raise long_prompt(max_len, encoded.length)
+    report.keep((encoded.text, encoded.length))
+    report.without_eos += not encoded.learns_eos
+    return encoded
 
 
 def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report: DataReport) -> list[Row]:

@@ -14,13 +14,14 @@ from openrlhf.data.findings import check_texts, field_findings, first_rows
 from openrlhf.data.messages import says_something
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
-from openrlhf.data.responses import check_fields, encode_response, mark_response, read_conversation
+from openrlhf.data.responses import check_fields, mark_response, read_conversation
 from openrlhf.data.rows import (
     EMPTY_PROMPT,
     EMPTY_RESPONSE,
     Dropped,
     Loaded,
     build_rows,
+    encode_response,
     long_prompt,
     long_prompt_reason,
 )
@@ -62,12 +63,13 @@ def response_rows(
             raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
         return multiturn_rows(records, chat, fields, report)
     check_fields(fields, chat)
+    max_len = report.budget.tokens
 
     def make(record: Record) -> list[TokenRow]:
         marked = mark_response(record, fields, chat, template.input_template)
         if marked.spans[0][0] == 0:
             raise Dropped(EMPTY_PROMPT)
-        return [encode_response(marked, tokenizer, report).row]
+        return [encode_response(marked, tokenizer, max_len, report).row]
 
     return build_rows(records, make, report)
 
