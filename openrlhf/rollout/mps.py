@@ -1,7 +1,7 @@
 """CUDA MPS: the processes that share a GPU run their kernels side by side, instead of one process after the other.
 
 MPS is a daemon of NVIDIA's driver, to which a process connects when it initialises CUDA. `start_mps` starts one for the
-engines that this process will start. This process itself is no client: it and the engines take turns on the GPU, and a
+engines that this process will start. This process is not a client: it and the engines take turns on the GPU, and a
 fault of an MPS client ends all clients of its server. A client cannot continue without its daemon, so the daemon stays
 until this process has ended, even if it was killed: the daemon's parent is a small keeper process, which waits for
 that, stops the daemon (`quit`) and removes its folder. That is why the daemon runs in the foreground (-f) of the keeper
@@ -35,7 +35,7 @@ PROBE = "probe"  # argument of this script, in place of a process id
 START_SECONDS = 10.0  # for the daemon to answer
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 60.0  # for the first client, which starts the daemon's server
-CHECK_SECONDS = 0.5  # between two looks at whether the process still runs
+CHECK_SECONDS = 0.5  # between checks of whether the process still runs
 QUIT_SECONDS = 10.0  # for the daemon to end, before it is killed
 
 
@@ -50,7 +50,7 @@ class Clients:
 def start_mps() -> Clients:
     """Start a daemon for the processes that this one starts later, or return why that is not possible.
 
-    An MPS that runs already is used as it is, and so is the daemon of an earlier call.
+    If MPS is already running, or an earlier call started it, that daemon is used.
     """
     if PIPES in os.environ or (USUAL_PIPES.exists() and answers(os.environ)):
         return Clients()
