@@ -93,7 +93,8 @@ def main() -> None:
     seconds = f"{time.perf_counter() - started:.0f} seconds"
     print(f"\n{seconds}; curves and samples: {folder / 'report.html'}; everything: {folder}")
     if not shutil.which("openrlhf"):
-        print(f"to run openrlhf in your shell: source {Path(sys.executable).parent / 'activate'}")
+        activate = Path(sys.executable).parent / "activate"
+        print(f"to run openrlhf in your shell: source {shlex.quote(str(activate))}")
 
 
 def write_task(folder: Path) -> list[tuple[str, str]]:
