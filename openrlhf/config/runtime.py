@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from openrlhf.config.commands import RLConfig
+from openrlhf.config.commands import DPOConfig, KTOConfig, RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.cluster import ROLES, Role
@@ -87,6 +87,19 @@ def uses_critic(config: RLConfig) -> bool:
 
 def uses_reference(config: RLConfig) -> bool:
     return config.kl.init_kl_coef > 0
+
+
+def reference_is_base(config: DPOConfig | KTOConfig | RLConfig) -> bool:
+    """Return True if the reference is the model below the adapters of the policy."""
+    reference = config.critic.ref_pretrain if isinstance(config, RLConfig) else config.reference.ref_pretrain
+    return config.lora.lora_rank > 0 and reference in (None, config.model.pretrain)
+
+
+def loads_reference(config: RLConfig) -> bool:
+    """Return True if the reference is a model of its own; the policy's base has to be in the same processes."""
+    placement = config.placement
+    together = resolve_runtime(config) == "local" or placement.colocate_all_models or placement.colocate_actor_ref
+    return uses_reference(config) and not (together and reference_is_base(config))
 
 
 def uses_vllm(config: RLConfig) -> bool:

@@ -148,6 +148,11 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
     from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
     from peft.tuners.lora import LoraLayer
 
+    if vars(model).get("_hf_peft_config_loaded"):  # Transformers has loaded the adapter of a hub name with its base
+        raise ConfigError(
+            "--pretrain is a LoRA adapter, which the new one would replace",
+            try_this="openrlhf lora_combiner to merge it into its base first",
+        )
     if vars(model).get("is_loaded_in_4bit"):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     all_linear = lora.target_modules == ("all-linear",)

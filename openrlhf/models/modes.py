@@ -1,4 +1,4 @@
-"""Context managers that temporarily change a loaded model's attention, kernels, precision or evaluation mode.
+"""Context managers that temporarily change a loaded model's attention, kernels, precision, adapters or evaluation mode.
 
 The self-test (self_test.py) and the check of decoding strategies (rollout/decoding_check.py) use them to compute
 reference results; the Transformers engine generates in `evaluating`.
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,14 @@ def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None
             yield
     finally:
         decoder.train(training)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Switch the adapters of a PEFT model off, so that it computes what its base model does, and on again on exit."""
+    adapted: Any = model
+    with adapted.disable_adapter():
+        yield
 
 
 def kernel_functions(decoder: PreTrainedModel) -> dict[str, Kernel]:

@@ -18,6 +18,7 @@ from openrlhf.config.runtime import (
     critic_model,
     policy_loss_flags,
     policy_ranks,
+    reference_is_base,
     steps_per_rollout,
     uses_critic,
     uses_reference,
@@ -33,6 +34,8 @@ from openrlhf.monitor import say
 from openrlhf.rl.models import Critic, Models, Policy
 from openrlhf.rl.reward_models import ProcessRewardModel, RewardModel, load_reward_model, share_vocabulary
 from openrlhf.rl.samples import Batching
+from openrlhf.training.adapter_base import AdapterBase
+from openrlhf.training.backend import Frozen
 from openrlhf.training.build import load_language_model, make_backend, make_frozen, make_network
 from openrlhf.training.optim import schedule
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
@@ -55,11 +58,9 @@ def build_models(
     policy = build_policy(config, device, total_steps) if "actor" in roles else None
     has_critic = "critic" in roles and uses_critic(config)
     critic = build_critic(config, tokenizer, device, total_steps) if has_critic else None
-    reference = None
+    reference: Frozen | None = None
     if "ref" in roles and uses_reference(config):
-        model = load_language_model(config, config.critic.ref_pretrain or str(config.model.pretrain), device)
-        network = Network(model, self_test=not config.model.skip_self_test)
-        reference = make_frozen(config, network, device, offload=config.critic.ref_reward_offload)
+        reference = build_reference(config, policy, device)
     return Models(
         policy,
         critic,
@@ -68,6 +69,15 @@ def build_models(
         temperature=config.rollout.temperature,
         sleeps=config.placement.deepspeed_enable_sleep,
     )
+
+
+def build_reference(config: RLConfig, policy: Policy | None, device: torch.device) -> Frozen:
+    """Load the reference; if it is the base of the policy's adapters, and this process has the policy, use that."""
+    if policy is not None and reference_is_base(config):
+        return AdapterBase(policy.backend)
+    model = load_language_model(config, config.critic.ref_pretrain or str(config.model.pretrain), device)
+    network = Network(model, self_test=not config.model.skip_self_test)
+    return make_frozen(config, network, device, offload=config.critic.ref_reward_offload)
 
 
 def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Policy:

@@ -26,6 +26,7 @@ from openrlhf.config.commands import (
     SupervisedConfig,
     TrainingConfig,
 )
+from openrlhf.config.runtime import reference_is_base
 from openrlhf.config.sections.objectives import DirectPreferenceFlags
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
@@ -37,6 +38,7 @@ from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.monitor import say
 from openrlhf.training import objectives
+from openrlhf.training.adapter_base import AdapterBase
 from openrlhf.training.audit import report_frozen, report_trained
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
 from openrlhf.training.fit import LOSS_NAMES, Evaluated, Summary
@@ -108,7 +110,7 @@ def build(
 
     network = make_network(config, model, scalar=isinstance(config, RMConfig))
     backend = make_backend(config, network, config.optimizer, config.optimizer.learning_rate, device)
-    objective = make_objective(config, tokenizer, device, network, soft_labels=soft_labels)
+    objective = make_objective(config, tokenizer, device, backend, soft_labels=soft_labels)
     if isinstance(config, RMConfig):
         # Store mean and std in the model's config, from which --normalize_reward reads them.
         def keep_statistics(values: Mapping[str, float]) -> None:
@@ -204,12 +206,12 @@ def make_objective(
     config: SupervisedConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    network: Network,
+    backend: TrainBackend,
     *,
     soft_labels: bool,
 ) -> SupervisedObjective[Any, Any, Any]:
     """Return the objective of the command, and load its frozen model if it has one."""
-    aux = config.model.aux_loss_coef
+    aux, network = config.model.aux_loss_coef, backend.network
     match config:
         case SFTConfig():
             return objectives.SFT(aux)
@@ -222,9 +224,11 @@ def make_objective(
             teacher = load_frozen(config, device, network, name, flag, offload=flags.teacher_offload)
             return objectives.Distillation(flags, teacher, aux)
         case DPOConfig(objective=flags, reference=given) | KTOConfig(objective=flags, reference=given):
-            name, flag = str(given.ref_pretrain or config.model.pretrain), "--ref_pretrain"
-            reference = load_frozen(config, device, network, name, flag, offload=given.ref_offload)
-            share_alike([network, reference.network])
+            reference: Frozen = AdapterBase(backend)
+            if not reference_is_base(config):
+                name, flag = str(given.ref_pretrain or config.model.pretrain), "--ref_pretrain"
+                reference = load_frozen(config, device, network, name, flag, offload=given.ref_offload)
+                share_alike([network, reference.network])
             if isinstance(flags, DirectPreferenceFlags):
                 return objectives.DirectPreference(flags, reference, aux)
             layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)

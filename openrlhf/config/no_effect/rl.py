@@ -2,7 +2,7 @@
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.no_effect.lines import rows
-from openrlhf.config.runtime import uses_correction, uses_critic, uses_reference
+from openrlhf.config.runtime import loads_reference, uses_correction, uses_critic, uses_reference
 
 
 def replays(config: RLConfig) -> bool:
@@ -105,7 +105,7 @@ RL = rows(
     ),
     (
         "ref_reward_offload",
-        "without a reference or a reward model",
-        lambda c: not (uses_reference(c) or c.rewards.scored_by_models),
+        "without a reward model or a reference of its own (with LoRA, it is the policy without its adapters)",
+        lambda c: not (loads_reference(c) or c.rewards.scored_by_models),
     ),
 )

@@ -8,7 +8,7 @@ from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, Templated, TrainingConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.no_effect.lines import always, rows
-from openrlhf.config.runtime import num_devices, resolve_runtime, used_roles, uses_critic
+from openrlhf.config.runtime import num_devices, reference_is_base, resolve_runtime, used_roles, uses_critic
 from openrlhf.config.sections.training import OptimizerFlags
 
 
@@ -87,6 +87,10 @@ TRAINING = (
             "without --eval_dataset",
             lambda c: flag_values(c)["eval_dataset"] is None and not isinstance(c, commands.RMConfig),
         ),
+    ),
+    *rows(
+        (commands.DPOConfig, commands.KTOConfig),
+        ("ref_offload", "with LoRA: the reference is the policy without its adapters", reference_is_base),
     ),
     *rows(commands.DPOConfig, ("label_smoothing", "with --ipo", lambda c: c.objective.ipo)),
     *rows(

@@ -1,0 +1,28 @@
+"""The reference of a LoRA run: the trained network itself, with its adapters switched off.
+
+Adapters leave the weights below them as they are, so a run whose reference is --pretrain needs no second copy of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openrlhf.models.forward import Requested
+from openrlhf.models.modes import without_adapters
+from openrlhf.training.backend import Frozen, TrainBackend
+from openrlhf.types import Batch
+
+
+class AdapterBase(Frozen):
+    """The model below the adapters of a trained network; it takes no memory of its own."""
+
+    def __init__(self, backend: TrainBackend) -> None:
+        super().__init__(backend.network, backend.device)
+        self.backend = backend
+
+    def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
+        with without_adapters(self.network.model):
+            return self.backend.forward(batch, kind, temperature=temperature)
+
+    def most_rounds(self, count: int) -> int:
+        return self.backend.most_rounds(count)
