@@ -92,7 +92,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.shown: Mapping[str, float] = {}
         self.counted = 0  # updates since the start, for the rate
         self.told_at = self.started = time.monotonic()
-        self.told = done  # what the last line said
+        self.told = done  # progress in the last printed line
         self.bar: tqdm[NoReturn] | None = None
         notebook = prints_into_notebook()
         if not self.hidden and (notebook or sys.stderr.isatty()):

@@ -96,7 +96,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlaces:
-    """Places in the flattened batch of what a network needs; `Batch.places` derives them."""
+    """The places in the flattened batch that a network needs; `Batch.places` derives them."""
 
     tokens: Tensor  # [tokens]: all places except padding
     starts: Tensor  # [sequences]: indices in `tokens` at which the sequences start
@@ -139,7 +139,7 @@ class Batch:
 
     @cached_property
     def places(self) -> TokenPlaces:
-        """Where tokens, targets, and the ends of sequences are.
+        """Places of tokens, targets and the ends of sequences.
 
         The number of places depends on the contents of the batch. On a device, the host would have to wait for it, so
         `to` derives the places before it moves a batch.
@@ -205,9 +205,9 @@ class PolicyBatch(RolloutBatch):
 
     advantages: Tensor
     rollout_log_probs: Tensor  # computed by the engine during sampling
-    old_log_probs: Tensor | None = None  # of the policy before training on this rollout; None: use current ones
+    old_log_probs: Tensor | None = None  # the policy's, before training on this rollout; None: use current ones
     reference_log_probs: Tensor | None = None
-    old_values: Tensor | None = None  # of the critic before training on this rollout
+    old_values: Tensor | None = None  # the critic's, before training on this rollout
     returns: Tensor | None = None
 
 

@@ -24,7 +24,7 @@ A run appends its metrics to `metrics.jsonl` in `--run_dir` (by default `SAVE_PA
 `kind` (train or eval), `step` and the values. TensorBoard and Weights & Biases get them as `train/...` and `eval/...`.
 Reward functions and agents can log more with `extra_logs`, under names of their own.
 
-When the numbers look wrong, a run prints a line, once and with what to try: rewards that do not differ, truncated
+When the numbers look wrong, a run prints a line once, with advice: rewards that do not differ, truncated
 responses, a KL or a gradient norm far too high, a collapsed entropy, a loss that does not fall."""
 VALUES: Mapping[object, str] = {int: "integer", float: "number", str: "text"}
 

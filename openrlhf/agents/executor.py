@@ -16,12 +16,12 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajecto
 
 SampleError: TypeAlias = RewardError | RolloutError
 OnError: TypeAlias = Literal["stop", "skip"]  # --on_reward_error
-SHOWN = 160  # maximum characters of a text in a message
+SHOWN = 160  # maximum characters to quote in a message
 GROWTH = 4  # report skipped samples again each time their number has grown by this factor
 
 
 class Session(Protocol):
-    """Access of one episode to the policy, one request at a time; close it after the last request."""
+    """One episode's access to the policy, one request at a time; close it after the last request."""
 
     async def generate(self, request: Request) -> Completion: ...
 

@@ -38,7 +38,7 @@ def load_module(file: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look it up by name
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:  # of the file or of one that it imports
+    except SyntaxError as error:  # in the file, or in a module that it imports
         line = "" if error.text is None else f": {error.text.strip()}"
         place = f"{error.filename}:{error.lineno}{line}"
         raise ConfigError(f"{file} cannot be loaded: {type(error).__name__}, {error.msg}, at {place}") from None

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"[{}]")
-MAX_DIGITS = 1000  # of a number; Python refuses to convert much longer ones
+MAX_DIGITS = 1000  # maximum digits of a number; Python refuses to convert much longer ones
 SECONDS = 5  # time limit of math-verify per answer
 
 # Notation that is removed or rewritten before answers are compared.

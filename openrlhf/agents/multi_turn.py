@@ -84,7 +84,7 @@ class StepResult:
     score: float | None
     logs: dict[str, float] | None
     feedback: str  # empty if the environment says nothing
-    sampling_params: object  # of the next turn
+    sampling_params: object  # parameters of the next turn
 
 
 def read_step(result: object) -> StepResult:

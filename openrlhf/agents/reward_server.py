@@ -79,7 +79,7 @@ class RewardServer:
                 return parse_json(answer)
             except InvalidJSON as error:
                 shown = shorten(answer.decode(errors="replace"))
-                raise RewardError(f"the answer of {self.name} is not JSON: {shown} ({error})") from None
+                raise RewardError(f"the answer from {self.name} is not JSON: {shown} ({error})") from None
         raise RewardError(f"{self.name} failed {TRIES} times, the last time with: {failure}")
 
     async def _post_in_thread(self, body: bytes) -> bytes:
@@ -119,14 +119,14 @@ class RewardServer:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._failure(error) from None
-        except (http.client.InvalidURL, ValueError):  # their texts repeat the address or the key
+        except (http.client.InvalidURL, ValueError):  # their messages contain the address or the key
             raise RewardError(
                 f"{self.name} cannot be called: expected ASCII without spaces or control characters in address and key"
             ) from None
         except (OSError, http.client.HTTPException) as error:  # connection refused, reset, closed early or timed out
             raise Unavailable(f"{type(error).__name__}: {error}") from None
         if len(answer) > LARGEST_ANSWER:
-            raise RewardError(f"the answer of {self.name} is too large: expected at most {LARGEST_ANSWER >> 20} MiB")
+            raise RewardError(f"the answer from {self.name} is too large: expected at most {LARGEST_ANSWER >> 20} MiB")
         return answer
 
     def _request(self, body: bytes) -> urllib.request.Request:

@@ -101,7 +101,7 @@ class ServerRewards:
                     list(group.queries), [group.prompt.text] * count, [group.prompt.label] * count
                 )
             if not isinstance(answer, dict):
-                raise RewardError(f"{server.name} answered {clip(repr(answer))}, not a JSON object")
+                raise RewardError(f"{server.name} answered {clip(repr(answer))}: expected a JSON object")
             return read_scores(answer, group, server.name)
         except RewardError as error:
             return [error] * count

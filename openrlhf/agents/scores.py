@@ -90,10 +90,10 @@ def read_number(value: object, name: str) -> float:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float):
-        raise RewardError(f"{name} is {kind_of(value)}, not a number")
+        raise RewardError(f"{name} is {kind_of(value)}: expected a number")
     number = as_float(value)
     if not math.isfinite(number):
-        raise RewardError(f"{name} is {number}, not a finite number")
+        raise RewardError(f"{name} is {number}: expected a finite number")
     return number
 
 
@@ -106,7 +106,7 @@ def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
     if given is None:
         return logs
     if not isinstance(given, Mapping):
-        raise RewardError(f"{origin}: extra_logs is {kind_of(given)}, not a dict of numbers")
+        raise RewardError(f"{origin}: extra_logs is {kind_of(given)}: expected a dict of numbers")
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]
         values = values * count if len(values) == 1 else values

@@ -1,4 +1,4 @@
-"""Keyword arguments of a Python caller as command-line arguments.
+"""Convert a Python caller's keyword arguments to command-line arguments.
 
 Most keywords are flags, and their values are converted to text. Datasets, reward functions and agents may be objects:
 `as_arguments` holds them in memory while the run lasts and passes their names on (see `config/in_memory.py`).

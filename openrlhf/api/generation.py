@@ -23,15 +23,15 @@ def generate(
 ) -> list[str]:
     """Return a model's answers to the prompts, in order; with `best_of_n`, the answers to a prompt are adjacent.
 
-    `model` is a folder, a hub name or a `TrainResult`. A prompt is a text or, with `apply_chat_template`, also a list
-    of messages. Other keywords are the flags of `batch_inference`; `eval_task="generate_vllm"` generates with vLLM.
+    `model` is a folder, a hub name or a `TrainResult`. A prompt is a string or, with `apply_chat_template`, a list of
+    messages. Other keywords are the flags of `batch_inference`; `eval_task="generate_vllm"` generates with vLLM.
 
     >>> answers = generate("./model", ["1+1=", "2+1="], max_new_tokens=3, greedy_sampling=True)
     >>> len(answers)
     2
     """
     if isinstance(prompts, str):
-        raise ConfigError("prompts= is a text: expected a list of prompts", try_this="prompts=[text]")
+        raise ConfigError("prompts= is a string: expected a list of prompts", try_this="prompts=[text]")
     if not prompts:
         return []
     given: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""What a training run returns, and the record that it passes to `on_step`."""
+"""The result of a training run, and the record that it passes to `on_step`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class TrainResult:
     run_dir: Path  # folder with config.json, metrics.jsonl and, in RL, the recorded rollouts
     checkpoints: tuple[Path, ...]  # resumable checkpoints, oldest first
     steps: int  # steps trained, including those before a resume; 0 for a dry run
-    metrics: Mapping[str, float]  # of the last training step
-    evaluation: Mapping[str, float]  # of the last evaluation; empty without one
+    metrics: Mapping[str, float]  # metrics of the last training step
+    evaluation: Mapping[str, float]  # metrics of the last evaluation; empty without one
     history: tuple[StepRecord, ...] = ()  # every logged step and evaluation, in order
 
     def curve(self, name: str, kind: RecordKind = "train") -> tuple[list[int], list[float]]:

@@ -47,7 +47,7 @@ def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
 
 
 def exit_launched_process() -> None:
-    """Exit a launcher's process after its work, without the teardown of the interpreter.
+    """Exit a launched process when its work is done, without tearing down the interpreter.
 
     Threads of the process group are still running. If one of them used the interpreter during the teardown, the process
     would abort, and the launcher would report a finished run as failed.

@@ -20,7 +20,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Look at data and runs": ("preview", "view"),
     "Use a model": ("interactive_chat", "batch_inference", "serve_rm"),
-    "Take it home": ("lora_combiner", "export"),
+    "Merge and export": ("lora_combiner", "export"),
 }
 OTHER = "Other"
 # What each command does, by name; preview has no flags of its own config, but those of the command that it previews.

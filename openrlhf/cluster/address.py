@@ -22,7 +22,7 @@ SECONDS_TO_CONNECT = 3.0
 SECONDS_TO_ANSWER = 20.0  # time limit of PROBE, including one or two seconds to import Ray
 MAX_RECORD = 256  # characters read from Ray's file, which holds an address
 NEEDS_TOKEN = 3  # exit code of PROBE if a token is missing or wrong
-SOCKET_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # of Linux
+SOCKET_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # Linux only
 LISTENING = "0A"  # state in SOCKET_TABLES
 
 # Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if

@@ -45,7 +45,7 @@ class EnginePlan:
 
     @property
     def place(self) -> int:
-        """Number of its devices: those of ranks [place * devices, (place + 1) * devices) of a group it shares."""
+        """Index of its device block, which in a shared group is ranks [place * devices, (place + 1) * devices)."""
         return self.number // self.per_gpu
 
     @property
@@ -139,7 +139,7 @@ def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster. Its devices are GPUs, or CPU cores if the cluster has no GPU."""
+    """A machine in the cluster. Its devices are GPUs, or CPU cores if the cluster has no GPU."""
 
     id: str  # Ray's node id
     address: str

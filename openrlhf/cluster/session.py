@@ -49,7 +49,7 @@ class ProcessSlot:
     """Place of one process on the cluster; start it with `Actor.options(**slot.options).remote(...)`."""
 
     options: Mapping[str, object]  # Ray options, including the environment of the process
-    address: str  # of its node
+    address: str  # address of its node
     node: str  # id of its node
 
 

@@ -65,7 +65,7 @@ def parse_words(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse the words of a command line; also return those that are neither flags nor values.
 
-    Positional arguments may stand anywhere: also between flags, and after a switch, which does not take them as its
+    Positional arguments may appear anywhere, even between flags or after a switch, which does not take them as its
     value.
     """
     flags = flags_of(command)

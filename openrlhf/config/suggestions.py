@@ -209,7 +209,7 @@ class Suggested:
 def suggest(name: str, flags: Collection[str]) -> Suggested | None:
     """Return the flag of a command for a name used elsewhere, or None.
 
-    Of a dotted name, such as verl's `actor_rollout_ref.rollout.n`, the last part counts if the whole is not listed.
+    For a dotted name, such as verl's `actor_rollout_ref.rollout.n`, the last part is used if the whole is not listed.
     """
     for asked in dict.fromkeys((name, name.rpartition(".")[2])):
         for item in SUGGESTIONS:

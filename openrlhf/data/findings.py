@@ -21,7 +21,7 @@ PROMPT_FIELDS = ("prompt", "question", "instruction", "query", "input")
 LABEL_FIELDS = ("label", "answer", "ground_truth", "solution", "target", "reference", "expected")
 # Text that chat templates write around messages; data that contains it has already been formatted.
 CHAT_MARKUP = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "[INST]", "<｜User｜>")
-LONGEST = 5000  # maximum characters of a text to check
+LONGEST = 5000  # maximum characters to check per text
 BEFORE = 20  # characters to quote before a lost one
 QUOTED = 60  # maximum characters of a quotation
 
@@ -42,7 +42,7 @@ def field_findings(
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield a text, or the texts of a message list."""
+    """Yield the text itself, or the text of each message in a list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def messages_as_text(texts: Iterable[str]) -> Finding | None:
 
 
 def formatted_twice(texts: Iterable[str], template: TemplateFlags) -> Finding | None:
-    """Find text that is already formatted as a chat, and would be put into another template."""
+    """Find text that is already formatted as a chat and would be formatted again."""
     if not template.apply_chat_template and template.input_template is None:
         return None
     outer = "the chat template" if template.apply_chat_template else f"--input_template {template.input_template!r}"
@@ -73,7 +73,7 @@ def formatted_twice(texts: Iterable[str], template: TemplateFlags) -> Finding | 
         marks = [mark for mark in CHAT_MARKUP if mark in text]
         if marks:
             return Finding(
-                f"the text {quote(text)} already contains chat markup ({marks[0]}), and is put into {outer} again",
+                f"the text {quote(text)} already contains chat markup ({marks[0]}) and is formatted again with {outer}",
                 f"--input_template ''{', without --apply_chat_template' if template.apply_chat_template else ''}",
             )
     return None
@@ -95,7 +95,7 @@ def unused_prompt(rows: Sequence[FieldValues], fields: PairFlags) -> Finding | N
 
 
 def contains_prompt(response: object, prompt: object) -> bool:
-    """Return whether a response starts with its prompt: a text with the prompt in it, or a list of several messages."""
+    """Return whether a response starts with its prompt: text that contains it, or a list of several messages."""
     if isinstance(response, list):
         return len(response) > 1
     return isinstance(response, str) and isinstance(prompt, str) and prompt.strip() in response
@@ -151,14 +151,14 @@ def lost_characters(text: str, tokenizer: PreTrainedTokenizerBase) -> Counter[st
 
 
 def decode(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Encode and decode a text, without unknown tokens."""
+    """Encode and decode text, without unknown tokens."""
     ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     known = [token for token in ids if token != tokenizer.unk_token_id]
     return str(tokenizer.decode(known, clean_up_tokenization_spaces=False))
 
 
 def comparable(text: str) -> str:
-    """Reduce a text to what any tokenizer should keep: newlines and visible characters, in one form."""
+    """Reduce text to what any tokenizer should keep: newlines and visible characters, in one form."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return "".join(character for character in plain if character == "\n" or not character.isspace())
 

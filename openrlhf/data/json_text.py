@@ -63,7 +63,7 @@ def check_values(value: object, *, finite: bool) -> None:
             elif isinstance(item, list):
                 inner += item
             elif isinstance(item, str) and not item.isascii() and not is_text(item):
-                raise InvalidJSON("a text contains half of a surrogate pair")
+                raise InvalidJSON("a string contains half of a surrogate pair")
             elif finite and isinstance(item, float) and not math.isfinite(item):
                 raise InvalidJSON(f"expected finite numbers, got {item}")
         level, depth = inner, depth + 1

@@ -191,8 +191,8 @@ def step_segments(row: StepRow, tokenizer: PreTrainedTokenizerBase, label_text: 
 def split_text(ids: NDArray[np.int32], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Decode tokens to pieces of text that end before the positions `ends`.
 
-    A tokenizer may join tokens with spaces or merge their bytes into one character, so a piece is what the text up to
-    its end adds to the text before it.
+    A tokenizer may join tokens with spaces or merge their bytes into one character, so each
+    piece is the text that decoding up to its end adds to the pieces before it.
     """
     pieces: list[str] = []
     before, start = "", 0

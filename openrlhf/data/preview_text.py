@@ -70,7 +70,7 @@ def with_label(segment: Segment) -> str:
 
 
 def abridge(text: str, longest: int) -> str:
-    """Shorten a text in the middle, because its start and its end are the most informative."""
+    """Shorten text in the middle, because its start and its end are the most informative."""
     if len(text) <= longest:
         return text
     half = longest // 2

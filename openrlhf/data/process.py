@@ -31,7 +31,7 @@ class StepTokens:
 
 
 def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: StepFlags) -> StepTokens:
-    """Look up the ids of placeholder and reward tokens; each text must be exactly one token."""
+    """Look up the ids of placeholder and reward tokens; each must be exactly one token."""
     check_fast(tokenizer)
     placeholder = one_token(tokenizer, str(fields.placeholder_token), "--placeholder_token")
     return StepTokens(
@@ -40,7 +40,7 @@ def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: StepFlags) -> StepTo
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
-    """Return the id of a text that must be exactly one token."""
+    """Return the id of a string that must be exactly one token."""
     ids = tokenize(text, tokenizer)[0]
     if len(ids) != 1:
         raise ConfigError(f"{flag} {text!r}: expected exactly one token of this tokenizer, got {len(ids)}")
@@ -64,7 +64,7 @@ def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: Step
 
 @dataclass
 class StepReader:
-    """Builds rows, and checks that labels are either all soft or all hard."""
+    """Reader that builds rows and checks that labels are either all soft or all hard."""
 
     tokenizer: PreTrainedTokenizerBase
     fields: StepFlags

@@ -1,4 +1,4 @@
-"""What happened to the rows of a dataset on the way into a run: how many were dropped, cut, or look like a mistake.
+"""Report on the rows of a dataset: how many were dropped or truncated, and which look like a mistake.
 
 Each module that makes rows fills in a `DataReport` and returns it with them. A run prints its `lines`; `openrlhf
 preview` shows all of it. `findings` has the checks that a report contains.
@@ -50,16 +50,16 @@ class Budget:
 class DataReport:
     """The counts of one dataset, collected while its rows are made."""
 
-    name: str  # of the dataset
+    name: str  # name of the dataset
     budget: Budget
     read: int = 0  # records
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
-    lengths: list[int] = field(default_factory=list)  # tokens per row before truncation; of a pair, the longer one
-    too_long: list[int] = field(default_factory=list)  # tokens of the records that were dropped for their length
+    lengths: list[int] = field(default_factory=list)  # tokens per row before truncation; for a pair, the longer one
+    too_long: list[int] = field(default_factory=list)  # tokens of the records that were dropped as too long
     tokens_cut: int = 0
     cut_at: Literal["start", "end"] = "end"
-    without_eos: int = 0  # rows without an EOS among their targets, apart from those that are cut
-    texts: list[str] = field(default_factory=list)  # of the first rows, to check how they are tokenised
+    without_eos: int = 0  # rows without an EOS among their targets, not counting truncated rows
+    texts: list[str] = field(default_factory=list)  # texts of the first rows, to check how they are tokenised
     findings: list[Finding] = field(default_factory=list)
 
     def keep(self, *sequences: tuple[str, int]) -> None:
@@ -82,7 +82,7 @@ class DataReport:
         return ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
 
     def larger_budget(self) -> str | None:
-        """Suggest a budget for 95% of the rows, or for all of them if so many already fit."""
+        """Suggest a budget for 95% of the rows, or for all of them if 95% already fit."""
         needed = sorted([*self.lengths, *self.too_long])
         if self.budget.flag is None or not needed or needed[-1] <= self.budget.tokens:
             return None

@@ -21,7 +21,7 @@ from openrlhf.types import Trajectory
 
 @dataclass(frozen=True)
 class Retokenizer:
-    """Converts samples to tokens of one reward model.
+    """Converter from samples to the tokens of one reward model.
 
     If the vocabulary is shared, the sampled tokens are used. Otherwise a sample is decoded with the policy's tokenizer,
     and its text is tokenised with the model's tokenizer.

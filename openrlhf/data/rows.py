@@ -30,11 +30,11 @@ class Dropped(Exception):
 
 
 class TooLong(Dropped):
-    """Raised for a row that is dropped for its length."""
+    """Raised for a row that is dropped because it is too long."""
 
     def __init__(self, reason: str, *, tokens: int) -> None:
         super().__init__(reason)
-        self.tokens = tokens  # of the whole row
+        self.tokens = tokens  # tokens of the whole row
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def long_prompt_reason(max_len: int) -> str:
 
 
 def encode_response(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int, report: DataReport) -> Encoded:
-    """Encode a text and count it in the report; raise TooLong if its prompt leaves no room for the response."""
+    """Encode text and count it in the report; raise TooLong if its prompt leaves no room for the response."""
     encoded = encode(marked, tokenizer, max_len)
     if encoded.prompt_length >= max_len - 2:
         raise long_prompt(max_len, encoded.length)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from openrlhf.types import SharedPrefixes
 
-SHORTEST_PREFIX = 16  # tokens of a prefix
-LEAST_SAVING = 0.05  # of a group's tokens; below that, the second call of attention costs more than it saves
-MOST_LEVELS = 50  # of prefixes within prefixes
+SHORTEST_PREFIX = 16  # minimum tokens of a shared prefix
+LEAST_SAVING = 0.05  # minimum share of a group's tokens to save; below it, the second attention call costs more
+MOST_LEVELS = 50  # maximum depth of prefixes within prefixes
 
 Sequences = Sequence[NDArray[np.integer]]
 
@@ -34,7 +34,7 @@ Sequences = Sequence[NDArray[np.integer]]
 class PrefixGroup(NamedTuple):
     """Sequences that share a prefix."""
 
-    prefix: int  # its tokens
+    prefix: int  # length of the prefix in tokens
     members: list[int]
 
     @property
@@ -43,7 +43,7 @@ class PrefixGroup(NamedTuple):
         return self.prefix * (len(self.members) - 1)
 
     def pays(self, lengths: Sequence[int]) -> bool:
-        """Return whether the prefix is shared; `lengths` are those of all sequences."""
+        """Return whether sharing the prefix saves enough; `lengths` are those of all sequences."""
         total = sum(lengths[member] for member in self.members)
         return self.prefix >= SHORTEST_PREFIX and self.saved >= LEAST_SAVING * total
 
@@ -55,7 +55,7 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
         return None
     total = sum(map(len, sequences))
     grouped = {member for _, members in groups for member in members}
-    starts = [0, *accumulate(map(len, sequences))]  # of the concatenated sequences
+    starts = [0, *accumulate(map(len, sequences))]  # where each sequence starts when all are concatenated
     places = np.empty(total, dtype=np.int64)  # [tokens]
     kept: list[NDArray[np.int64]] = []
     segments = [0]
@@ -97,11 +97,11 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
 
 
 def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
-    """Group sequences that start alike; a sequence keeps at least one token of its own.
+    """Group sequences that share a prefix; each sequence keeps at least one token of its own.
 
-    Sorted by content, sequences with a common prefix are neighbours. Some neighbours either share one prefix, or are
-    divided where they have the least in common, whichever saves more: the samples of a prompt stay together even if all
-    prompts start with the same instructions.
+    In sorted order, sequences with a common prefix are neighbours. A run of neighbours either shares one prefix or is
+    split where its members have the least in common, whichever saves more: the samples of a prompt stay together even
+    if all prompts start with the same instructions.
     """
     lengths = [len(sequence) for sequence in sequences]
     long = [number for number, length in enumerate(lengths) if length > SHORTEST_PREFIX]
@@ -125,7 +125,7 @@ def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
 
 
 def common_tokens(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
-    """Return how many tokens two sequences start with in common, without the last of either."""
+    """Return the length of the common prefix of two sequences, excluding the last token of each."""
     most = min(len(one), len(other)) - 1
     differs = np.flatnonzero(one[:most] != other[:most])
     return int(differs[0]) if len(differs) else most

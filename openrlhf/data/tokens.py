@@ -23,7 +23,7 @@ from openrlhf.types import TokenRow
 
 @dataclass(frozen=True)
 class Marked:
-    """A text and its learned character spans, in order."""
+    """Text with its learned character spans, in order."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[NDArray[np.
 
 
 def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> Encoded:
-    """Encode a text with learned spans as a row that ends in EOS and has at most `max_len` tokens.
+    """Encode text with learned spans as a row that ends in EOS and has at most `max_len` tokens.
 
     A token that crosses the edge of a span belongs to the span. Trailing newlines are removed. EOS is appended unless
     the text already ends in it, and replaces the last token of a truncated row. There it is not a target: the model

@@ -34,7 +34,7 @@ class StreamingDecoder:
     """Incremental detokenizer of a reply; it holds back a character until all its bytes have arrived.
 
     Each new piece is decoded together with the tokens of the previous piece, whose text is then cut off. Decoding it
-    alone would be wrong for tokenizers that write a word differently at the beginning of a text.
+    alone would be wrong for tokenizers that write a word differently at the start of a text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class StreamingDecoder:
 
 @dataclass(frozen=True)
 class ReplyGenerator:
-    """Generates replies with an engine, its tokenizer and the sampling flags."""
+    """Generator of replies, with an engine, its tokenizer and the sampling flags."""
 
     engine: HFEngine
     tokenizer: PreTrainedTokenizerBase

@@ -49,7 +49,7 @@ class SourceModel:
     """The model to export, loaded on the CPU with its adapter merged."""
 
     name: str
-    base: str | None  # of an adapter
+    base: str | None  # base model, if the source is an adapter
     kind: Kind
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

@@ -20,5 +20,5 @@ def run(config: BatchInferenceConfig) -> list[str]:
         result = produce(replace_flags(config, output_path=str(Path(folder) / "answers.jsonl")))
         if result is None:
             return []
-        with result.output_path.open(encoding="utf-8") as file:  # splitlines would also split at U+2028 in a text
+        with result.output_path.open(encoding="utf-8") as file:  # splitlines would also split at U+2028 inside a row
             return [json.loads(line)["output"] for line in file]

@@ -95,7 +95,7 @@ class RewardModelServer(uvicorn.Server):
         transport.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop within --stop_timeout, even if clients are slow or a text is still being tokenised or scored."""
+        """Stop within --stop_timeout, even if clients are slow or a query is still being tokenised or scored."""
         if self.stopped_by is not None:
             code = 0 if self.stopped_by == signal.SIGTERM else 128 + signal.SIGINT
             watchdog = threading.Timer(self.stop_timeout + LAST_SECONDS, os._exit, [code])

@@ -72,7 +72,7 @@ class RewardService:
         rewards = await self.batcher.score([row[:limit] for row in rows])
         for place, reward in enumerate(rewards):
             if not math.isfinite(reward):
-                raise HTTPException(500, f"the model's score of query {place} is {reward}, not a finite number")
+                raise HTTPException(500, f"the model's score of query {place} is {reward}: expected a finite number")
         longest = max(len(row) for row in rows)
         if longest > limit and not self.has_truncated:
             self.has_truncated = True
@@ -126,18 +126,18 @@ def read_queries(body: bytes) -> list[str]:
     except InvalidJSON as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(asked, Mapping):
-        raise HTTPException(422, f"the body is of type {type(asked).__name__}, not an object such as {EXAMPLE}")
+        raise HTTPException(422, f"the body is of type {type(asked).__name__}: expected an object such as {EXAMPLE}")
     given = [name for name in ("query", "queries") if name in asked]
     if len(given) != 1:
         raise HTTPException(422, f"the body must have either query or queries, as in {EXAMPLE}")
     texts = [asked[given[0]]] if isinstance(asked[given[0]], str) else asked[given[0]]
     if not isinstance(texts, list) or not texts:
-        raise HTTPException(422, f"{given[0]} must be a text or a non-empty list of texts")
+        raise HTTPException(422, f"{given[0]} is invalid: expected a string or a non-empty list of strings")
     if len(texts) > MAX_QUERIES:
-        raise HTTPException(413, f"{len(texts)} queries in one request; expected at most {MAX_QUERIES}, so split them")
+        raise HTTPException(413, f"too many queries in one request: expected at most {MAX_QUERIES}, got {len(texts)}")
     for place, text in enumerate(texts):
         if not isinstance(text, str):
-            raise HTTPException(422, f"query {place} is of type {type(text).__name__}, not a text")
+            raise HTTPException(422, f"query {place} is of type {type(text).__name__}: expected a string")
     return texts
 
 

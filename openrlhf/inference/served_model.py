@@ -28,7 +28,7 @@ class ServedModel:
 
     model: RewardModel
     tokenizer: PreTrainedTokenizerBase
-    max_len: int  # maximum tokens of a text that are scored
+    max_len: int  # maximum tokens to score per text
 
     def tokenize(self, texts: Sequence[str]) -> list[Row]:
         """Tokenise each text unchanged: no special tokens are added, and nothing is truncated."""

@@ -311,7 +311,7 @@ class Network(nn.Module):
         return {"log_probs": torch.where(batch.target_mask, log_probs.view_as(batch.target_mask), 0.0)}
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
-        """Return the load-balancing loss of the model's module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
+        """Return the load-balancing loss, from the model's own module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
         decoder = self.decoder
         balance = vars(sys.modules[type(decoder).__module__])["load_balancing_loss_func"]
         config: Any = decoder.config
@@ -325,7 +325,7 @@ class Network(nn.Module):
 
 
 def share_alike(networks: Sequence[Network]) -> None:
-    """Let networks share prefixes only if all of them do, so that models that are compared round alike."""
+    """Let networks share prefixes only if all of them do, so that models that are compared round the same way."""
     agreed = all(network.shares_prefixes for network in networks)
     for network in networks:
         network.shares_prefixes = agreed

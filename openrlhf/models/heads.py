@@ -55,7 +55,7 @@ def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """Maps hidden states to logits exactly as the model's own forward does.
+    """Map from hidden states to logits, exactly as in the model's own forward.
 
     Models may scale or cap their logits, or transform the hidden states first, with different code in each family. So
     the model's forward is run with a stand-in for the decoder that returns the given hidden states. If the model only

@@ -166,7 +166,7 @@ class Share:
 
 
 class JoinRows(torch.autograd.Function):
-    """Gathers the rows of all processes on each of them.
+    """Gather the rows of all processes on each of them.
 
     Every process computes the same loss from all rows, so the gradient is already complete and is not reduced.
     """
@@ -210,7 +210,7 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
             "--ring_attn_size: this model caps its attention scores, which a ring does not support",
             try_this="--ring_attn_size 1",
         )
-    rope = values.get("rope_parameters") or {}  # of the whole model or, in some families, per layer type
+    rope = values.get("rope_parameters") or {}  # for the whole model or, in some families, per layer type
     angles = ROPE_OF_THE_LENGTH & {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if angles:
         raise ConfigError(

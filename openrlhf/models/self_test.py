@@ -146,7 +146,7 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
     """Compute the model's own results with eager attention and PyTorch kernels, one sequence per call."""
     decoder = network.decoder
     # Pack sequences of random tokens into one row. A sequence classifier would mistake the pad token for the end of a
-    # sequence, so replace it by a token outside the random range.
+    # sequence, so replace it with a token outside the random range.
     config = decoder.config.get_text_config()
     pad, spare = getattr(config, "pad_token_id", None), config.vocab_size // 4 - 1
     rows = [np.where(row == pad, spare, row) for row in agreement.random_rows(config.vocab_size, LENGTHS)]
@@ -192,7 +192,7 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
     owners = torch.arange(count) if probe.kind is Scores else batch.sequence_ids[batch.target_mask]
 
     def change(numbers: range) -> Tensor:
-        """Reverse the own tokens of these sequences; return how much the results of all others change."""
+        """Reverse the unshared tokens of these sequences; return how much the results of all others change."""
         ids = batch.input_ids.clone()  # [1, tokens]
         for number in numbers:
             places = (batch.sequence_ids == number) & probe.own_tokens

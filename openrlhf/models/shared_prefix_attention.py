@@ -38,7 +38,7 @@ def shared_prefix_attention(
     query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
     prefix_bounds = prefixes.prefix_bounds.tolist()
     first = prefix_bounds[-1]  # continuations start here
-    ends = [first + place for place in prefixes.continuation_bounds.tolist()[1:]]  # of each prefix's continuations
+    ends = [first + place for place in prefixes.continuation_bounds.tolist()[1:]]  # ends of each prefix's continuations
     group = 0
     for start, end in pairwise(prefixes.segment_bounds.tolist()):
         keys, values = key[:, :, start:end], value[:, :, start:end]

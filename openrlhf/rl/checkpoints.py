@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning saves: checkpoints between steps, and its models at the end.
+"""Saving in reinforcement learning: checkpoints between steps, and the models at the end.
 
 The controller calls `Saver` after each step. A checkpoint holds what the workers save (weights, optimizers), the random
 states, the queue of untrained rollouts and the rest of the loop's state, which `load_state` reads on resume.
@@ -135,7 +135,7 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
 
 
 def outcome_of(controller: Controller, num_prompts: int) -> Outcome:
-    """Return what the run has reached, for the card of a model that is saved now."""
+    """Return the run's results so far, for the card of a model that is saved now."""
     return Outcome(
         rows=num_prompts,
         eval_rows=len(controller.eval_prompts),

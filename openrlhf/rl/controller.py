@@ -98,7 +98,7 @@ class State:
 
 @dataclass(eq=False)
 class Controller:
-    """Connects the components of a run, and runs the loop from its current state, new or resumed."""
+    """The components of a run, and the loop that continues from its state, new or resumed."""
 
     config: RLConfig
     state: State
@@ -176,7 +176,7 @@ class Controller:
             await self._finish_step(rollout, values, after_step)
 
     async def _finish_step(self, rollout: Rollout, values: dict[str, float], after_step: AfterStep) -> None:
-        """Send the new weights to the engine, log, and do what is due at this step: probe, evaluate, save.
+        """Send the new weights to the engine, log, and probe, evaluate and save if due.
 
         The time of a step runs from the end of the previous call of this function to the end of the sync. It includes
         the wait for the step's samples, but not generation that overlapped with earlier training.

@@ -2,7 +2,7 @@
 
     rewards          nothing to learn: all samples of each prompt have the same reward, at its highest or not
     truncation       nearly all responses end at the length limit
-    KL               the policy writes what the reference hardly ever would
+    KL               the policy writes text that the reference hardly ever would
     entropy          the policy repeats itself without getting better
     gradient norm    a step is far larger than the others
 
@@ -66,7 +66,7 @@ class StepNumbers:
 
 @dataclass
 class RLHealth:
-    """Watches the steps of a run; after a resume it starts again."""
+    """Checks on the steps of a run; after a resume they start over."""
 
     config: RLConfig
     first: list[StepNumbers] = field(default_factory=list)  # the first FIRST_STEPS steps
@@ -158,7 +158,7 @@ class RLHealth:
         )
 
     def _low_entropy(self, numbers: StepNumbers) -> str | None:
-        """An exact task also lowers the entropy, but then the reward has risen."""
+        """Report a collapsed entropy unless the reward has risen, as it does when the policy masters an exact task."""
         if numbers.entropy is None or len(self.first) < FIRST_STEPS:
             return None
         start = median(item.entropy or 0.0 for item in self.first)

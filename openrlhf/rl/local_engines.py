@@ -35,18 +35,18 @@ from openrlhf.rollout.ipc import check_allocator
 from openrlhf.rollout.mps import start_mps
 from openrlhf.rollout.weight_sender import WeightSender
 
-MIN_SAMPLES = 256  # of a rollout; with fewer, the Python scheduler of one engine is not the bottleneck
+MIN_SAMPLES = 256  # per rollout; with fewer, the Python scheduler of one engine is not the bottleneck
 AUTOMATIC = 2  # engines; three gain little more, and take more memory
 MIN_CORES = 4  # one for each engine, and some for the trainer, rewards and agents
-MAX_WEIGHTS = 0.5  # of the engines' memory, in all their copies; the rest is for KV caches and CUDA graphs
+MAX_WEIGHTS = 0.5  # share of the engines' memory for all copies; the rest is for KV caches and CUDA graphs
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of an engine's cache on a CPU
 
 
 @dataclass(frozen=True)
 class RolloutLoad:
-    """Inputs of `automatic_count`."""
+    """Sizes of a rollout, the model and the GPU, from which `automatic_count` chooses."""
 
-    samples: int  # of a rollout
+    samples: int  # samples per rollout
     weights: int  # bytes of the model
     memory: int  # bytes of GPU memory for the engines
     cores: int
@@ -85,7 +85,7 @@ def engines_per_gpu(config: RLConfig) -> int:
 
 
 def has_gpu(config: RLConfig) -> bool:
-    return config.model.device != "cpu" and torch.cuda.device_count() > 0  # which does not initialise CUDA
+    return config.model.device != "cpu" and torch.cuda.device_count() > 0  # counting does not initialise CUDA
 
 
 def gpu_memory() -> int | None:
@@ -163,7 +163,7 @@ class LocalPolicy:
         return [Receiving(self.sender.channel, number) for number in range(len(addresses))]
 
     async def send(self, version: int, *, verify: bool) -> Checksums:
-        """Send the weights in a thread, because the event loop handles the engines' answers meanwhile."""
+        """Send the weights in a thread, because the event loop must keep handling the engines' answers."""
         sender = self.sender
         assert sender is not None, "open_channels comes first"
         async with self.updating:

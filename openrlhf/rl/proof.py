@@ -33,7 +33,7 @@ from openrlhf.types import Prompt, Request, Trajectory
 SAMPLES = 4
 PROBE_TOKENS = 32
 PROBE_SECONDS = 30.0  # how long training waits for a busy engine
-Encode: TypeAlias = Callable[[str], Sequence[int]]  # from a text to its tokens
+Encode: TypeAlias = Callable[[str], Sequence[int]]  # tokenises text
 
 
 def watch_gap(

@@ -29,12 +29,12 @@ MOST_LOGGED, MOST_CHARACTERS = 8, 4000  # samples per step, and characters of a 
 class About(TypedDict, total=False):
     """Content of `.about.json`."""
 
-    share: float  # of the groups that are recorded
+    share: float  # share of the groups that are recorded
     stopped_before_step: int  # first step for which there was no room
 
 
 class Recorder:
-    """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` can read the folder directly.
+    """Writer of `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` can read the folder directly.
 
     Recording never ends a run: at --rollout_record_gib, or when the disk is full, it stops with a message.
     """

@@ -37,7 +37,7 @@ class PendingRequest:
 
 
 class EpisodeScheduler:
-    """Starts groups of episodes, at most `limit` episodes at a time, and batches the requests of the running ones."""
+    """Scheduler that starts groups, at most `limit` episodes at a time, and batches the requests of their episodes."""
 
     def __init__(self, engine: Engine, limit: int | None = None, *, lockstep: bool = True) -> None:
         self.engine = engine

@@ -118,7 +118,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
 
 @dataclass(frozen=True)
 class OutcomeRewardModel:
-    """Reward model of whole samples: the output of the scalar head at the last token, as (score - mean) / std."""
+    """Reward model for whole samples: the output of the scalar head at the last token, as (score - mean) / std."""
 
     model: Frozen
     texts: Retokenizer  # translates samples into the model's tokens
@@ -145,9 +145,9 @@ class OutcomeRewardModel:
 
 @dataclass(frozen=True)
 class ProcessRewardModel:
-    """Reward model of steps: the probability of the positive label (first of `reward_ids`) at the end of each step.
+    """Reward model for steps: the probability of the positive label (first of `reward_ids`) at the end of each step.
 
-    The score of a sample is a reduction of the scores of its steps.
+    A sample's score is its step scores reduced to one number.
     """
 
     model: Frozen

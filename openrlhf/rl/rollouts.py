@@ -57,10 +57,10 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The trajectories of one rollout, from the prompts between `place` and `next_place`, where the next begins."""
+    """The trajectories of one rollout, from the prompts between `place` and `next_place`."""
 
     number: int
-    version: int  # of the engine's weights when the rollout began
+    version: int  # version of the engine's weights when the rollout began
     trajectories: list[Trajectory]
     place: int
     next_place: int

@@ -24,13 +24,13 @@ from openrlhf.types import RolloutBatch, Trajectory
 
 @dataclass(frozen=True)
 class Batching:
-    """Divides samples into micro-batches: by number of samples or, with a token budget, by number of tokens."""
+    """Division of samples into micro-batches: by number of samples or, with a token budget, by number of tokens."""
 
     layout: Layout
     size: int  # samples per micro-batch, if there is no token budget
     token_budget: int | None = None
     ranks: int = 1  # data-parallel ranks that share the micro-batches
-    sharing_limit: int = 0  # the models compute a prefix that samples of up to so many tokens have in common once
+    sharing_limit: int = 0  # longest sample, in tokens, whose shared prefix the models compute only once
 
     def cut(self, sequences: Sequence[NDArray[np.integer]]) -> list[list[int]]:
         """Return the sample indices of each micro-batch.
@@ -68,7 +68,7 @@ def divide_groups(groups: Sequence[PrefixGroup], lengths: Sequence[int], budget:
     divided: list[PrefixGroup] = []
     for group, computed in zip(groups, tokens, strict=True):
         own = [lengths[place] - group.prefix for place in group.members]
-        parts = max(1, round(ranks * computed / sum(tokens)))  # ranks that the group is worth
+        parts = max(1, round(ranks * computed / sum(tokens)))  # number of ranks, in proportion to its tokens
         room = max(1, min(budget - group.prefix, max(-(-sum(own) // parts), *own)))
         divided += [_part(group, [group.members[number] for number in part], lengths) for part in first_fit(own, room)]
     while len(divided) < min(ranks, len(lengths)):

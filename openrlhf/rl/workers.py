@@ -71,7 +71,7 @@ class Workers(Protocol):
     """The models of a run: policy, reference, critic and reward models."""
 
     async def agree_on_prefixes(self) -> int:
-        """Let policy, critic and reference share prefixes if all of them can, so that they round alike.
+        """Let policy, critic and reference share prefixes if all of them can, so that they round the same way.
 
         Return the number of tokens of the longest sequence that may share; 0 if none may.
         """

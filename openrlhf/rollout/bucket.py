@@ -36,7 +36,7 @@ class Entry:
 class Header:
     """Description of a bucket, sent before its bytes, or a notice that no more buckets follow."""
 
-    version: int  # of the weights
+    version: int  # version of the weights
     entries: list[Entry] = field(default_factory=list)
     used: int = 0  # bytes
     shared: SharedMemory | None = None  # location of the bytes, if they are not sent

@@ -67,7 +67,7 @@ class Decoding(Protocol):
 
 
 class CachedForward:
-    """Calls a model's own forward, with the arguments it accepts, for the logits of the last token."""
+    """Wrapper of a model's own forward that passes the arguments it accepts and returns the last token's logits."""
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         self.decoder = decoder
@@ -128,7 +128,7 @@ class ContinuousBatching:
 
 @dataclass
 class CachedRows:
-    """Rows of `ContinuousBatching`."""
+    """Rows that `ContinuousBatching` decodes as one batch with one cache."""
 
     forward: CachedForward
     cache: RowCache

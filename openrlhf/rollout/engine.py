@@ -19,7 +19,7 @@ Part: TypeAlias = Literal["weights", "cache"]  # what the memory that `sleep` re
 
 
 class Engine(Protocol):
-    """Generates completions. Requests are passed in bulk, to save overhead per request."""
+    """Interface of an object that generates completions; requests are passed in bulk to save overhead per request."""
 
     version: int  # version of the weights that sample the next token
 

@@ -28,7 +28,7 @@ SLACK = 32  # requests by which an engine that has the prompt in its cache may e
 
 
 class Guard(Protocol):
-    """Awaits an answer, but raises as soon as something fails that the run cannot do without."""
+    """Function that awaits an answer, but raises as soon as something that the run depends on fails."""
 
     async def __call__(self, awaited: Awaitable[Answer]) -> Answer: ...
 

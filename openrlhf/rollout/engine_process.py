@@ -33,7 +33,7 @@ from openrlhf.subprocesses import describe_exit, kill_group, start_python
 
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
-Running: TypeAlias = asyncio.Task[None]  # runs as long as the process of an engine
+Running: TypeAlias = asyncio.Task[None]  # runs as long as an engine's process
 
 START = "from openrlhf.rollout.engine_server import main; main()"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of PyTorch
@@ -198,7 +198,7 @@ class LocalProcess:
 
 
 async def start_process(name: str, environment: Mapping[str, str], timeout: float) -> tuple[LocalProcess, Running]:
-    """Start a process that waits for its engine; return its handle, and the task that ends when the process has."""
+    """Start a process that waits for its engine; return its handle, and a task that finishes when the process ends."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = await start_python(

@@ -92,7 +92,7 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class Uncached:
-    """Recomputes whole sequences for each token, in the layout of training or row by row.
+    """Decoding without a cache: recompute whole sequences for each token, in the layout of training or row by row.
 
     This is slow, but row by row it is correct for every model.
     """

@@ -62,7 +62,7 @@ class GroupSync:
     sleeps: bool  # engines sleep while the models train, because they share devices
     drains: bool  # running requests finish with the old weights before the sync
     proof: SyncProof
-    workers_per_engine: int = 1  # receivers of an engine
+    workers_per_engine: int = 1  # receivers per engine
     sent: Checksums = field(default_factory=dict)  # checksums of the last sync; empty if it was not verified
     receivers: list[Receiving] = field(default_factory=list)  # engine by engine
     connected: list[EngineProcess] = field(default_factory=list)  # engines that the channels connect to

@@ -60,7 +60,7 @@ class Link:
         deadline = time.monotonic() + seconds
         (length,) = LENGTH.unpack(self.receive_raw(bytearray(LENGTH.size), seconds))
         if length > MAX_MESSAGE:
-            raise ConnectionError(f"the other end sends a message of {length} bytes: expected at most {MAX_MESSAGE}")
+            raise ConnectionError(f"a message is too long: expected at most {MAX_MESSAGE} bytes, got {length}")
         return bytes(self.receive_raw(bytearray(length), deadline - time.monotonic()))
 
     def send_raw(self, data: memoryview, seconds: float) -> None:

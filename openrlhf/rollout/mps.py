@@ -43,8 +43,8 @@ QUIT_SECONDS = 10.0  # for the daemon to end, before it is killed
 class Clients:
     """How the processes that share a GPU become clients of MPS."""
 
-    variables: Mapping[str, str] = field(default_factory=dict)  # to add to their environment
-    problem: str = ""  # why they are not
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables to set in the processes
+    problem: str = ""  # why they cannot become clients; empty if they can
 
 
 def start_mps() -> Clients:

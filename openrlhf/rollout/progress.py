@@ -20,7 +20,7 @@ AFTER_STALL = f"{RESUME}, or a larger --engine_timeout"
 
 
 class ProgressWatch:
-    """Calls `on_stall` once, with a description, if a task makes no progress for `seconds`."""
+    """Watchdog that calls `on_stall` once, with a description, if a task makes no progress for `seconds`."""
 
     def __init__(self, seconds: float, on_stall: Callable[[str], None]) -> None:
         self.seconds = seconds

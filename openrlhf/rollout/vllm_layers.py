@@ -30,7 +30,7 @@ from openrlhf.rollout.checksum import checksum
 
 VLLMLayer: TypeAlias = Any  # a layer of vLLM or its method, whose attributes depend on platform and quantisation
 COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these layers is a plain copy
-COLUMNS = 64  # approximate number of columns of a matrix that are read back
+COLUMNS = 64  # columns to read back per matrix, approximately
 
 
 def method_of(module: nn.Module) -> QuantizeMethodBase | None:

@@ -29,7 +29,7 @@ class IncomingWeights:
     """
 
     channel: Channel
-    number: int  # of the receiver
+    number: int  # number of the receiver
     version: int
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ SECRET_BYTES = 32
 
 
 class WeightSender:
-    """Sends weights to the receivers of a channel, for any number of versions.
+    """Sender of weights to the receivers of a channel, for any number of versions.
 
     If a receiver fails, the channel is closed and a new one must be created; if only the iterator of weights fails, the
     channel stays usable.
@@ -42,7 +42,7 @@ class WeightSender:
         if channel.transport == "ipc":
             check_allocator()
         self.device = device
-        self.receivers: dict[int, Receiver] = {}  # those that joined, by number
+        self.receivers: dict[int, Receiver] = {}  # receivers that have joined, by number
         self.changed = threading.Condition()  # notified when a receiver joins or the channel is called off
         self.called_off = False
         self.group: dist.ProcessGroup | None = None  # only for nccl

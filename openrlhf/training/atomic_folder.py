@@ -162,7 +162,7 @@ def _raise_together(ranks: Ranks, error: Exception | None) -> None:
     if outcome == NO_SPACE:
         raise DiskError(reason or "process 0 could not write its files") from error
     if outcome == FAILED:
-        raise error or BackendError("process 0 could not write its files: see its own error")
+        raise error or BackendError("process 0 could not write its files: see the error of that process")
 
 
 def remove_leftovers(parent: Path, is_ours: Callable[[str], object]) -> None:

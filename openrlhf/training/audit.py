@@ -37,8 +37,8 @@ class Audit:
         self.master = master
         self.most = most
         self.steps = 0  # steps audited so far
-        self.audited = False  # whether the current step counts, and ...
-        self.has_signal = True  # ... whether this rank has anything to learn in it
+        self.audited = False  # whether the current step counts
+        self.has_signal = True  # whether this rank has anything to learn in the current step
         self.nonzero: dict[int, Tensor] = {}  # index of a parameter -> whether its gradient is nonzero in this step
         self.before: list[Tensor | None] = []  # fingerprints of the masters before the step
         # [4, parameters], for any audited step and rank: has a gradient, it is nonzero, has a master, the master moved.

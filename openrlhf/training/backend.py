@@ -129,7 +129,7 @@ class Frozen:
 
 
 class TrainBackend(Frozen, Ranks, ABC):
-    """Owns a network and its optimizer, and places them on devices.
+    """A network and its optimizer, placed on devices.
 
     `forward_backward` takes all micro-batches of an optimizer step. A rank without rows takes part with fillers,
     because a sharded model runs on all ranks together. The methods implemented here are for a single process, in which

@@ -1,4 +1,4 @@
-"""Moves the record of an earlier run to another folder; records are never deleted.
+"""Move the record of an earlier run to another folder; records are never deleted.
 
 A new run in the same run directory moves the earlier run's metrics and rollouts to run_dir/earlier/TIME, with a copy of
 its config.json; TIME is when the earlier run started. A resumed run does the same with the steps after its checkpoint,

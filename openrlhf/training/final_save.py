@@ -1,4 +1,4 @@
-"""Saves the trained model even if the disk is full or read-only.
+"""Save the trained model even if the disk is full or read-only.
 
 Before training starts, `warn_if_too_full` checks the free space, and `warn_if_replaced` looks for an earlier model.
 `FinalSave` saves the trained model in --save_path or, if that fails, in another folder. If no disk has room, it waits
@@ -55,7 +55,7 @@ def warn_if_replaced(config: TrainingConfig) -> None:
 
 
 class FinalSave:
-    """Saves a trained model; the caller fills the folder of each attempt until one succeeds.
+    """Attempts to save a trained model; the caller fills the folder of each attempt until one succeeds.
 
         saving = FinalSave(folder, fallback, ranks)
         for attempt in saving.attempts():

@@ -65,7 +65,7 @@ class Fit(Generic[Row, Collated, Prepared]):
     collate: Callable[[Sequence[Row]], Collated]
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
-    order: Order  # of `rows`
+    order: Order  # order of `rows`
     schedule: Callable[[int], float]  # maps a step to the factor on the peak learning rate
     batches: BatchFlags
     optimizer: SupervisedOptimizerFlags
@@ -119,7 +119,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         """Run one optimizer step and return its metrics."""
         started = time.perf_counter()
         places = self.order.rows(step)
-        batches = self._batches([self.rows[place] for place in places])  # of this rank
+        batches = self._batches([self.rows[place] for place in places])  # this rank's
         result = self.backend.forward_backward(batches, self.objective)
         self._must_be_finite(result, places, step)  # before any weight changes
         scale = self.schedule(step)

@@ -13,14 +13,14 @@ from statistics import fmean, median
 
 USUAL = 50  # recent steps that a gradient norm is compared with
 FEWEST = 20  # steps before the first comparison: at the start norms change quickly
-SPIKE = 20.0  # factor above the median of the recent norms; in healthy runs they vary by a factor of 2 to 5, except ...
-NEW_HIGH = 5.0  # ... when learning begins, as in a reward model: they grow by up to 3 times per step, without a leap
+SPIKE = 20.0  # factor above the median of the recent norms; in healthy runs they vary by a factor of 2 to 5
+NEW_HIGH = 5.0  # factor above the highest recent norm; when learning begins, norms may triple at each step
 WINDOW = 100  # steps of a mean loss: ten times less noise than one batch
 
 
 @dataclass
 class NormWatch:
-    """Compares each gradient norm with the recent ones of the same model."""
+    """Comparison of each gradient norm with the recent ones of the same model."""
 
     clipped: bool  # whether --max_norm limits the update
     model: str = "the "  # such as "the critic's "
@@ -29,7 +29,7 @@ class NormWatch:
     reported: bool = False
 
     def check(self, step: int, norm: float | None) -> list[str]:
-        """Return a line if the norm is a spike; None is the norm of a step that was skipped."""
+        """Return a line if the norm is a spike; `norm` is None if the step was skipped."""
         if norm is None or self.reported:
             return []
         usual = median(self.norms) if len(self.norms) >= FEWEST else 0.0
@@ -48,7 +48,7 @@ class NormWatch:
 
 @dataclass
 class SupervisedHealth:
-    """Watches the loss and the gradient norm of a supervised run from its first step."""
+    """Checks on the loss and the gradient norm of a supervised run, from its first step."""
 
     clipped: bool
     watches_loss: bool = True

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass
 class HostMemory:
-    """Moves tensors to host memory and back. The buffers are pinned for speed, and they are reused."""
+    """Host buffers to which tensors are moved and back; they are pinned for speed, and reused."""
 
     # Tensor id -> (tensor, host buffer). The reference to the tensor prevents reuse of its id.
     buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

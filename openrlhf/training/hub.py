@@ -23,7 +23,7 @@ from openrlhf.errors import ConfigError, HubError
 from openrlhf.monitor import is_main_process, say
 from openrlhf.training.card_file import EDITED_CARD
 
-MODEL_SUBFOLDERS = ("additional_chat_templates",)  # of a tokenizer; other folders belong to runs and checkpoints
+MODEL_SUBFOLDERS = ("additional_chat_templates",)  # written by tokenizers; other folders belong to runs and checkpoints
 TIMEOUT = 15.0  # seconds for the hub's first answer
 PRIVATE_INSTEAD = "another --push_to_hub, or make the repository private in its settings on the hub"
 REJECTED = (401, 403)  # answers to a token that is not valid, or may not write
@@ -125,7 +125,7 @@ def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the reason of a failure in one line: what the hub says or, without an answer, the error itself."""
+    """Return the reason for a failure in one line: what the hub says or, without an answer, the error itself."""
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return f"{error.response.status_code} {' '.join(error.server_message.split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

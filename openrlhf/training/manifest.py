@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is intact and safe to unpickle.
+"""Check that a checkpoint is intact and safe to unpickle.
 
 `write_manifest` lists the size and checksum of each file of a finished checkpoint, and `find_damage` compares the files
 with this list. A checksum is SHA-256 over the SHA-256 digests of the file's 16 MiB blocks, so that threads can share

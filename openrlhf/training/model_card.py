@@ -2,7 +2,7 @@
 
 `training_card` describes the result of a training run; `inference/converted_card.py` describes a model that was merged
 or converted, and carries over the section on training. `write_card` puts a card into a folder that is being saved: the
-card appears together with the model, and a failure to make the card never costs the model.
+card appears together with the model, and a failure to make the card never stops the save.
 
 The metadata at the top follows the Hugging Face Hub, which rejects local paths as names of models and datasets: those
 appear only in the text. `prompt_format` is our own key (`prompt_format.py`).
@@ -165,7 +165,7 @@ def read_card(name: str) -> ModelCard | None:
 
 
 def warn_if_prompted_differently(config: RLConfig) -> None:
-    """Print a line if the card of --pretrain names another prompt format than that of this run."""
+    """Print a line if the card of --pretrain names a different prompt format from this run's."""
     name, used = str(config.model.pretrain), PromptFormat.of(config)
     card = read_card(name)
     trained = PromptFormat.from_metadata(card.data.get("prompt_format")) if card else None

@@ -15,7 +15,7 @@ from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.templates import fill
 
 TEXT = (str, type(None))
-FIELD_TYPES = {  # of the metadata, which people may edit
+FIELD_TYPES = {  # types of the metadata, which people may edit
     "chat": bool,
     "input_template": TEXT,
     "chat_template": TEXT,

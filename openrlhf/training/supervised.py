@@ -59,7 +59,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
 
     `sinks` receive every metric, in addition to the usual logs.
     """
-    disable_progress_bar()  # that of Transformers; the monitor has its own
+    disable_progress_bar()  # Transformers' own bar; the monitor has another
     check_login(config.hub)
     check_models(config)
     device = join(config)

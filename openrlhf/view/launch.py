@@ -1,4 +1,4 @@
-"""The view command: serve the page of some runs until Ctrl-C, or write it to a file."""
+"""The view command: serve the run viewer until Ctrl-C, or write its page to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl piece by piece: each call returns what a run has written since the last one.
+"""Read metrics.jsonl piece by piece: each call returns what a run has written since the last one.
 
 The reader keeps no state: the caller passes the position where it stopped. A file that was replaced, as by a resumed
 run, is read again from the start.

@@ -1,4 +1,4 @@
-"""Puts the page together: served with links to its files, or as one file that contains everything.
+"""Assemble the page: served with links to its files, or as one file that contains everything.
 
 Scripts are modules that import each other as "view/NAME.js". An import map says where these are: next to the served
 page, or in a report inside the page itself, as data: URLs. The content security policies allow exactly these scripts

@@ -1,4 +1,4 @@
-"""Reads recorded samples. `SampleRecords` is all that the rest of the page knows about how they are stored.
+"""Read recorded samples. `SampleRecords` hides from the rest of the viewer how they are stored.
 
 `rl/record.py` writes one JSON lines file per step. A file may be cut short or still growing, and a line may be broken:
 only complete lines are read, and a broken one becomes None. A place is where a sample begins in its file.

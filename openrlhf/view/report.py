@@ -1,4 +1,4 @@
-"""Writes the page of some runs as one file: charts, flags and a bounded number of samples.
+"""Write the viewer's page as one file: charts, flags and a bounded number of samples.
 
 The file needs neither a server nor a network, so it can be mailed, archived and opened anywhere. Long curves are
 thinned out, and samples come from steps spread over the run.
@@ -21,7 +21,7 @@ from openrlhf.view.token_texts import TokenTexts
 from openrlhf.view.viewer import ShownSample, records_of, shown_sample
 
 MOST_POINTS = 2000  # per curve
-MOST_STEPS = 12  # of a run, whose samples are shown
+MOST_STEPS = 12  # steps of a run whose samples are shown
 MOST_GROUPS = 4  # per step
 MOST_SAMPLES = 16  # per group
 MOST_TOKENS = 60_000  # per run

@@ -1,4 +1,4 @@
-"""Finds the runs below the given folders, and reads how they were started.
+"""Find the runs below the given folders, and read how they were started.
 
 A run is a folder with metrics or recorded rollouts (see `training/run_directory.py`). Users name a --run_dir, a
 --save_path with `run/` in it, or a folder that contains several of them.

@@ -99,7 +99,7 @@ class Found:
     """One page of the samples that match a query."""
 
     rows: list[SampleRow]
-    total: int  # that match
+    total: int  # samples that match
     indexed: int  # samples of the run
     unreadable: int  # records of the run that are not samples
     page_size: int = PAGE_SIZE
@@ -267,9 +267,9 @@ def conditions(query: Query) -> tuple[str, list[object]]:
 
 
 def match_words(text: str) -> str | None:
-    """Return the search in FTS5's syntax: each word must occur, or a word that begins with it; None without a search.
+    """Return an FTS5 query that matches texts with a word starting with each search word; None for an empty search.
 
-    FTS5 splits words at underscores: `a_b` is the phrase of `a` and `b`. A search without any word, such as
+    FTS5 splits words at underscores, so `a_b` becomes the phrase `a b`. A search without any word, such as
     punctuation, matches nothing.
     """
     if not text.strip():

@@ -1,4 +1,4 @@
-"""Serves the page on loopback: its files, and the answers to its requests as JSON.
+"""Serve the page on loopback: its files, and the answers to its requests as JSON.
 
 Only GET, only this machine, and only under a name of this machine: the Host header is checked, so that a website cannot
 reach the server by pointing its own name to 127.0.0.1. A request selects runs and samples by number, never by path.

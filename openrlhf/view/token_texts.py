@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
 TOKENIZER_FILE = "tokenizer.json"
-FLAGS = ("save_path", "pretrain")  # that name a folder or a hub name with the run's tokenizer; the first is preferred
+FLAGS = ("save_path", "pretrain")  # flags that name the run's tokenizer, by folder or hub name; the first is preferred
 
 
 class TokenTexts:
-    """Decodes the tokens of a run one by one."""
+    """Decoder of the tokens of a run, one by one."""
 
     def __init__(self, run: RunFolder) -> None:
         self.tokenizer = _load(run)

@@ -1,4 +1,4 @@
-"""Answers the page's requests: the list of runs, their curves, their samples, and the tokens of a sample.
+"""Answer the page's requests: the list of runs, their curves, their samples, and the tokens of a sample.
 
 `Viewer` answers for a server, from files that may still grow. The report uses `shown_sample`, too.
 """
@@ -72,7 +72,7 @@ class Viewer:
         self.found: list[RunFolder] = find_runs(folders)
         self.tokens: dict[Path, TokenTexts] = {}
         self.loading = threading.Lock()
-        self.problems: set[str] = set()  # that were printed
+        self.problems: set[str] = set()  # problems that were printed
 
     def find_new_runs(self) -> None:
         """Search the folders again, which takes a while if they are large."""

@@ -53,7 +53,7 @@ def test_game_matches_hand_computed_tokens_and_rewards(build, write):
 @pytest.mark.parametrize(
     ("name", "label", "message"),
     [
-        ("game:Lower", "2", "'game:Lower' is unknown (Environment game:Lower not found"),
+        ("game:Lower", "2", "got 'game:Lower' (Environment game:Lower not found"),
         ("game:GuessTheNumber-v0", "2", "Try: game:GuessTheNumber-v0-"),  # as upstream's example calls it
         ("game:Higher", "", "the label of a prompt for GEM is '' (str): expected a whole number"),
     ],

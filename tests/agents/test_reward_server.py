@@ -240,7 +240,7 @@ def test_unreachable_server_is_named(through):
     ("answer", "message"),
     [
         ((200, "<html>"), "not JSON: '<html>'"),
-        ((200, "[1]"), "answered [1], not a JSON object"),
+        ((200, "[1]"), "answered [1]: expected a JSON object"),
         ((404, "no such path"), "refused the request: 404 no such path"),
         ((200, '{"reward": [1]}'), "without 'rewards'"),
         ((200, '{"rewards": [1, 2]}'), "2 values for 1 sample"),

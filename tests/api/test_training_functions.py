@@ -254,7 +254,7 @@ def test_answers_come_in_the_order_of_the_prompts(sft, models):
     twice = generate(result, prompts[:2], best_of_n=2, **keywords)
     assert twice == [greedy[0], greedy[0], greedy[1], greedy[1]]
     assert generate(result, []) == []
-    with pytest.raises(ValueError, match=r"prompts= is a text.*Try: prompts=\[text\]"):
+    with pytest.raises(ValueError, match=r"prompts= is a string.*Try: prompts=\[text\]"):
         generate(result, "abc=")
 
 

@@ -13,8 +13,8 @@ INVALID = {
     b"\xff": "'utf-8' codec can't decode byte 0xff",
     b'"\xed\xa0\x80"': "'utf-8' codec can't decode byte 0xed",  # half a pair in bytes, which json.loads accepts
     '"\ud800"': "'utf-8' codec can't encode character",
-    r'"\ud800"': "a text contains half of a surrogate pair",
-    r'{"\uDFFF": 1}': "a text contains half of a surrogate pair",
+    r'"\ud800"': "a string contains half of a surrogate pair",
+    r'{"\uDFFF": 1}': "a string contains half of a surrogate pair",
     "1" * 5000: "a number has thousands of digits",
     "[" * 100_000: "lists and objects nest deeper than 100 levels",
     "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1): "lists and objects nest deeper than 100 levels",

@@ -175,7 +175,10 @@ BAD_FILES = {
         "deep.jsonl, line 1: cannot be read: lists and objects nest deep",
     ),
     "deep.json": (b"[" * 101 + b"]" * 101, "deep.json: cannot be read: lists and objects nest deeper than 100 levels"),
-    "half.jsonl": (rb'{"n": "\ud83d"}', "half.jsonl, line 1: cannot be read: a text contains half of a surrogate pair"),
+    "half.jsonl": (
+        rb'{"n": "\ud83d"}',
+        "half.jsonl, line 1: cannot be read: a string contains half of a surrogate pair",
+    ),
     "empty.jsonl": (b"", "empty.jsonl is empty"),
     "empty.csv": (b"", "empty.csv is empty"),
     "blank.jsonl": (b"\n  \n", "blank.jsonl is empty"),

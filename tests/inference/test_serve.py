@@ -193,16 +193,16 @@ REJECTED = {
     "not JSON": (b'{"query": ["abc"', 400, "the body is not JSON"),
     "not text": (b"\xff\xfe", 400, "the body is not JSON"),
     "nested too deep": (b"[" * 200_000, 400, "the body is not JSON"),
-    "not an object": (["abc"], 422, "the body is of type list, not an object"),
+    "not an object": (["abc"], 422, "the body is of type list: expected an object"),
     "no query": ({"prompts": ["abc"]}, 422, "either query or queries"),
     "both": ({"query": ["a"], "queries": ["b"]}, 422, "either query or queries"),
-    "not a list": ({"query": {"a": 1}}, 422, "query must be a text or a non-empty list of texts"),
+    "not a list": ({"query": {"a": 1}}, 422, "query is invalid: expected a string or a non-empty list of strings"),
     "an empty list": ({"query": []}, 422, "non-empty list"),
-    "a number": ({"query": ["abc", 5]}, 422, "query 1 is of type int, not a text"),
+    "a number": ({"query": ["abc", 5]}, 422, "query 1 is of type int: expected a string"),
     "an empty text": ({"query": ["abc", ""]}, 422, "query 1 has no tokens"),
-    "half a character": (b'{"query": ["\\ud800"]}', 400, "a text contains half of a surrogate pair"),
+    "half a character": (b'{"query": ["\\ud800"]}', 400, "a string contains half of a surrogate pair"),
     "thousands of digits": (b'{"query": ' + b"1" * 5000 + b"}", 400, "a number has thousands of digits"),
-    "too many": ({"query": ["a"] * 8193}, 413, "8193 queries in one request; expected at most 8192"),
+    "too many": ({"query": ["a"] * 8193}, 413, "too many queries in one request: expected at most 8192, got 8193"),
     "too large": ({"query": ["a" * (1 << 20)]}, 413, "at most 1 MiB (--max_request_mb)"),
 }
 
@@ -261,7 +261,7 @@ def test_a_score_of_nan_is_an_error(reward_model, tmp_path):
         build_server(settings(reward_pretrain=broken))
     with serving(reward_pretrain=broken, skip_self_test=True) as url:
         status, answer = post(url, {"query": ["abc"]})
-    assert (status, answer["detail"]) == (500, "the model's score of query 0 is nan, not a finite number")
+    assert (status, answer["detail"]) == (500, "the model's score of query 0 is nan: expected a finite number")
 
 
 def test_models_that_are_not_outcome_reward_models_are_rejected(models, tmp_path):

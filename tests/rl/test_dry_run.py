@@ -78,7 +78,7 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(run_ppo, tmp_path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("return [float('nan') for _ in queries]", "the reward is nan, not a finite number"),
+        ("return [float('nan') for _ in queries]", "the reward is nan: expected a finite number"),
         ("return [1.0]", "rewards has 1 value for 4 samples"),
         ("return None", "got None"),
         ("raise KeyError('answer')", "raised KeyError: 'answer' at"),

@@ -81,6 +81,6 @@ class GemAgentExecutor(ChatExecutor):
             known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
             near = difflib.get_close_matches(name, known)
             raise RolloutError(
-                f"a prompt must name a GEM environment: {name!r} is unknown ({error})",
+                f"unknown GEM environment: expected a registered name as the prompt, got {name!r} ({error})",
                 try_this=" or ".join(near) if near else "gem.print_envs() for all names",
             ) from None

@@ -37,10 +37,10 @@ Item: TypeAlias = dict[str, Json]  # item of a Responses object
 
 @dataclass(frozen=True)
 class GymRow:
-    """A row of NeMo Gym, and the fields of its responses_create_params that are used here."""
+    """A NeMo Gym row, with the fields of its responses_create_params that are used here."""
 
     content: dict[str, object]  # the whole row, which the server gets back
-    input: object  # a text or a list of messages
+    input: object  # text, or a list of messages
     tools: list[object]  # in the flat format of the Responses API
     tool_choice: object
 
@@ -147,7 +147,7 @@ class NemoGymAgentExecutor(ChatExecutor):
         try:
             return parse_json(text)
         except InvalidJSON as error:
-            raise RewardError(f"the answer of {self.url}{path} is not JSON: {clip(text)} ({error})") from None
+            raise RewardError(f"the answer from {self.url}{path} is not JSON: {clip(text)} ({error})") from None
 
 
 def decode(body: bytearray, charset: str | None) -> str:

@@ -91,7 +91,7 @@ class ChatServer:
         return web.json_response({"object": "list", "data": [model | {"max_model_len": longest}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """Return the tokens of a text, or of messages rendered as if they were the first request."""
+        """Return the tokens of the given text, or of messages rendered as if they were the first request."""
         episode = self._find_episode(request)
         try:
             body = await read_json(request)

@@ -1,4 +1,4 @@
-"""Control groups: shared limits on the memory and the number of all processes of a run.
+"""Control groups: limits on memory and process count, shared by all processes of a run.
 
 Versions 1 and 2 are supported if this process may create groups: version 1 below its own groups, version 2 next to its
 own group or below it. Without groups, limits per process and per user apply instead.
@@ -45,7 +45,7 @@ class ControlGroup:
 
     memory: Path
     pids: Path  # in version 2 the same folder as `memory`
-    written: dict[Path, int] = field(default_factory=dict)  # limits in force
+    written: dict[Path, int] = field(default_factory=dict)  # limits currently set
 
     @classmethod
     def create(cls, proc: Path = Path("/proc/self")) -> ControlGroup | None:
@@ -77,7 +77,7 @@ class ControlGroup:
         return [str(folder / "cgroup.procs") for folder in dict.fromkeys((self.memory, self.pids))]
 
     def limit(self, memory: int, processes: int) -> None:
-        """Set the limits, if they are not in force already; raise OSError if the group uses more than that."""
+        """Set the limits unless they are already set; raise OSError if the group uses more than they allow."""
         version_1 = (self.memory / "memory.limit_in_bytes").exists()
         files = {self.pids / "pids.max": processes}
         if version_1:
@@ -90,7 +90,7 @@ class ControlGroup:
                 self.written[file] = value
 
     def count_kills(self) -> int:
-        """Return how many processes the kernel has killed for lack of memory in this group."""
+        """Return how many processes of this group the kernel's out-of-memory killer has ended."""
         for file in (self.memory / "memory.oom_control", self.memory / "memory.events"):
             with suppress(OSError):
                 for line in file.read_text().splitlines():
@@ -126,7 +126,7 @@ def write_limit(file: Path, value: int) -> None:
 
 
 def make_group(parent: Path, name: str, file: str) -> Path | None:
-    """Make a group; return None if this fails, or if the group has no file with this prefix and thus no controller."""
+    """Create a group; return None if this fails, or if no file has this prefix: the controller is then missing."""
     remove_abandoned(parent)
     folder = parent / name
     try:

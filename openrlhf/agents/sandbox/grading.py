@@ -1,7 +1,7 @@
 """Test a program written by a model, with a verdict that the program cannot forge.
 
 Program and test run in two sandboxes, connected by a socket. In the test, the functions and classes of the program are
-stand-ins: a call sends its arguments to the program and receives plain data (numbers, texts, lists, ...), which the
+stand-ins: a call sends its arguments to the program and receives plain data (numbers, strings, lists, ...), which the
 test compares. The program therefore has no access to the test, the expected values or the verdict, and its objects
 never take part in a comparison. This defeats an `__eq__` that is always true, a patched `assert` or built-in, a search
 through frames and memory, an early `os._exit(0)` and a message in place of a result.
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openrlhf.agents.sandbox.program import DEFAULT_LIMITS, ProgramLimits, run_program
 
-# Both sides encode values as JSON: numbers and texts as they are, other values as [kind, content].
+# Both sides encode values as JSON: numbers and strings unchanged, other values as [kind, content].
 VALUES = """
 import json
 

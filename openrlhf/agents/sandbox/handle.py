@@ -37,8 +37,8 @@ class PoolLimits:
 class WorkerHandle(ABC):
     """A worker that runs user code, and the calls assigned to it.
 
-    `on_call_end` is called when user code has returned or raised; a call that has no answer then has expired. `on_exit`
-    is called once, after the worker has ended and `failure` and `blamed` are set.
+    `on_call_end` is called when user code has returned or raised; if the call has no answer by then, it has expired.
+    `on_exit` is called once, after the worker has ended and `failure` and `blamed` are set.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WorkerHandle(ABC):
         self.on_exit(self, self.failure)
 
     def take(self, message: messages.ToTrainer) -> None:
-        """Handle a message of the worker."""
+        """Handle a message from the worker."""
         number = None if isinstance(message, messages.FileLoaded) else message.call
         call = None if number is None else self.calls.get(number)
         match message:

@@ -1,4 +1,4 @@
-"""The limits of a program that a model wrote, and how a run of it ended."""
+"""Limits for a program that a model wrote, and the result of running it."""
 
 from __future__ import annotations
 

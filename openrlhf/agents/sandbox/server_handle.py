@@ -1,4 +1,4 @@
-"""The trainer's handle of a fork server: start it with one of the isolations, run one program at a time, stop it.
+"""Trainer-side handle of a fork server: start it under the chosen isolation, run one program at a time, stop it.
 
 The server's process gets a clean environment and, if the kernel allows it, a control group of its own. Namespaces are
 entered by the server itself; bubblewrap is a command that starts it.

@@ -35,7 +35,7 @@ class WorkerThread(WorkerHandle):
 
     def prepare(self) -> None:
         self.thread_loop = asyncio.new_event_loop()
-        self.inbox: asyncio.Queue[messages.ToWorker | None] = asyncio.Queue()  # of the thread's loop; None ends it
+        self.inbox: asyncio.Queue[messages.ToWorker | None] = asyncio.Queue()  # on the thread's loop; None ends it
         self.thread = threading.Thread(target=self._work, daemon=True, name="openrlhf-user-code")
         self.ended: asyncio.Future[None] = self.loop.create_future()
 

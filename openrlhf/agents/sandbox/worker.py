@@ -98,7 +98,7 @@ class Worker(ABC):
         asyncio.get_running_loop().set_task_factory(self._create_task)
 
     async def take(self, message: messages.ToWorker) -> bool:
-        """Handle a message of the trainer; return False if the user code cannot be loaded."""
+        """Handle a message from the trainer; return False if the user code cannot be loaded."""
         match message:
             case messages.WorkerSpec():
                 try:

@@ -1,6 +1,6 @@
 """Files to start from, which `openrlhf init` writes for tasks with a reward function or an agent."""
 
-REWARD = '''"""A reward function: 1 if the response contains the answer of its row, else 0. Replace it by your own."""
+REWARD = '''"""A reward function: 1 if the response contains the answer in its row, else 0. Replace it with your own."""
 
 
 def reward_func(queries, prompts, labels, **kwargs):
@@ -14,7 +14,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     }
 '''
 
-AGENT = '''"""A multi-turn agent: three attempts, with feedback after a wrong one. Replace `step` by your own."""
+AGENT = '''"""A multi-turn agent: three attempts, with feedback after a wrong one. Replace `step` with your own."""
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 

@@ -18,7 +18,7 @@ class Starter:
     what: str
     command: str
     rows: str  # an example of a row, as JSON
-    values: Mapping[str, Value]  # of the flags that the task sets
+    values: Mapping[str, Value]  # values of the flags that the task sets
 
 
 def flags(*others: Mapping[str, Value], **values: Value) -> dict[str, Value]:

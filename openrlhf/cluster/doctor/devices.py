@@ -1,4 +1,4 @@
-"""The GPUs: memory, precision and connections, and why PyTorch does not see one that is there."""
+"""The GPUs: memory, precision and connections, and why PyTorch may not see an installed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor finds: one line about this machine, and a fix if something is wrong."""
+"""Findings of the doctor: one line each about this machine, with a fix if something is wrong."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

@@ -22,7 +22,7 @@ OLDEST_PYTHON = (3, 11)
 
 @dataclass(frozen=True)
 class Package:
-    """A package by its name on PyPI; `extra` is our extra that installs it; None means that every run needs it."""
+    """A package on PyPI; `extra` is our extra that installs it, or None if every run needs the package."""
 
     name: str
     use: str
@@ -43,7 +43,7 @@ PACKAGES = (
     Package("liger-kernel", "fused kernels, with --use_liger_kernel", "liger"),
     Package("wandb", "Weights & Biases, with --use_wandb", "wandb"),
     Package("trackio", "Trackio, with --use_trackio", "trackio"),
-    Package("fastapi", "the page of runs, view; for serve_rm, the extra is serve", "view"),
+    Package("fastapi", "the run viewer (view); for serve_rm, the extra is serve", "view"),
     Package("gguf", "files for Ollama and llama.cpp, with export --gguf", "export"),
     Package("flash-attn", "optional; PyTorch has its own varlen kernel", "", ours=False),
     Package("flash-linear-attention", "faster linear-attention models, such as Qwen3-Next", "", ours=False),
@@ -62,7 +62,7 @@ def package_findings() -> Iterator[Diagnosis]:
 
 
 def inspect_package(package: Package) -> Diagnosis:
-    """Compare the installed version of a package with what ours requires."""
+    """Compare the installed version of a package with the version that openrlhf requires."""
     installed = installed_version(package.name)
     if installed is None:
         if package.extra is None:

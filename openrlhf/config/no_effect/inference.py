@@ -1,4 +1,4 @@
-"""Flags of generation, scoring, chat, export and the page of runs that have no effect in some runs; see `lines`."""
+"""Flags of generation, scoring, chat, export and the run viewer that have no effect in some runs; see `lines`."""
 
 from collections.abc import Callable
 

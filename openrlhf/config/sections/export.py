@@ -16,7 +16,7 @@ class HubFlags:
         None,
         "Upload the finished model to this repository, such as org/name (log in with `hf auth login` or HF_TOKEN).",
     )
-    hub_private: bool = flag(False, "Create the repository as a private one.", needs="push_to_hub")
+    hub_private: bool = flag(False, "Make the repository private when it is created.", needs="push_to_hub")
 
 
 @dataclass(frozen=True, kw_only=True)

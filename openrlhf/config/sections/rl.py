@@ -62,7 +62,7 @@ class RolloutFlags:
     num_episodes: int = flag(1, "Passes over the prompts.", POSITIVE)
     prompt_max_len: int = flag(1024, "Maximum tokens per prompt; unused if --max_len is given.", POSITIVE)
     generate_max_len: int = flag(
-        GENERATE_MAX_LEN, "Older name of --max_new_tokens; it also counts for the default of --max_len.", POSITIVE
+        GENERATE_MAX_LEN, "Older name of --max_new_tokens; the default of --max_len includes it.", POSITIVE
     )
     max_len: int | None = flag(
         None,

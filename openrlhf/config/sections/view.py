@@ -1,4 +1,4 @@
-"""Flags of the page that shows runs."""
+"""Flags of the run viewer, `openrlhf view`."""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 Each family is one row of `FAMILIES`. Names of tensors come from the table of the `gguf` package; the rows say what
 names cannot: whether the rotary dimensions of queries and keys are interleaved, and what is added to norm weights.
-A family that is not in the table is rejected, because a wrong file would load and answer nonsense.
+A family that is not in the table is rejected, because a wrong file would load and then generate nonsense.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rope(TypedDict, total=False):
     rope_type: str
     rope_theta: float
     factor: float
-    low_freq_factor: float  # this and the next one: only in Llama 3
+    low_freq_factor: float  # only Llama 3 has this field and the next
     high_freq_factor: float
     original_max_position_embeddings: int
 
@@ -128,7 +128,7 @@ class FileTensor:
 
     name: str
     weight: Tensor
-    heads: int | None = None  # of queries or keys to interleave
+    heads: int | None = None  # number of query or key heads to interleave
     offset: float = 0.0
 
     def value(self) -> Tensor:

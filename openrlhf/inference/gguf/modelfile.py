@@ -88,7 +88,7 @@ class ChatShape:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders conversations with a chat template; a BOS token at their start is left to the runtime."""
+    """Renderer of conversations with a chat template; a BOS token at their start is left to the runtime."""
 
     tokenizer: PreTrainedTokenizerBase
     prompt: PromptFormat

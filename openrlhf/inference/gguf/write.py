@@ -26,7 +26,7 @@ SPECIAL_TOKENS = ("bos", "eos", "unk", "pad")
 
 @dataclass(frozen=True)
 class GGUFPlan:
-    """What a file will contain besides the weights."""
+    """Contents of a file other than the weights."""
 
     family: Family
     vocabulary: Vocabulary
@@ -42,7 +42,7 @@ def check_exportable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     embeddings: Any = model.get_input_embeddings()
     size: int = embeddings.weight.shape[0]
     if size != model.config.vocab_size:
-        raise ConfigError(f"the model has {size} embeddings, but vocab_size {model.config.vocab_size} in its config")
+        raise ConfigError(f"wrong number of embeddings: expected vocab_size {model.config.vocab_size}, got {size}")
     return family, read_vocabulary(tokenizer, size)
 
 
