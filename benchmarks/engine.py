@@ -132,7 +132,7 @@ def run_engine(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, requests: Sequence[Request], rows: int
 ) -> Generated:
     engine = HFEngine(Network(model), tokenizer, max_rows=rows)
-    return [completion.token_ids for completion in engine.complete(requests)]
+    return [tuple(completion.token_ids.tolist()) for completion in engine.complete(requests)]
 
 
 @torch.no_grad()

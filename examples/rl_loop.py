@@ -9,7 +9,7 @@ it to sort them by a reward alone: 1 for the sorted digits, 0 for anything else.
 All objects are those of the real trainer, `openrlhf train_ppo`:
 
     HFEngine          an `Engine`: requests go in, completions with their log-probs come out    rollout/hf.py
-    Trajectory        a finished sample: its tokens, which of them the policy chose, its reward types.py
+    join_turn         a finished sample: its tokens, which of them the policy chose, its reward agents/trajectory.py
     group_norm        how much better a sample is than the other samples of its prompt          algo/shaping.py
     PolicyBatch       samples as tensors, with an advantage for each token                      types.py
     PolicyObjective   the clipped policy loss of a batch                              training/rl_objectives.py
@@ -33,6 +33,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from transformers.utils.logging import set_verbosity_error
 
+from openrlhf.agents.scores import Scored
+from openrlhf.agents.trajectory import join_turn
 from openrlhf.algo.shaping import group_norm
 from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.training import OptimizerFlags
@@ -50,6 +52,7 @@ CHARACTERS = "0123456789>"
 END, PAD = "</s>", "<pad>"
 DIGITS = 3
 ANSWER = DIGITS + 1  # tokens, with the end
+CONTEXT = 16  # tokens of a prompt and its answer, at most
 
 
 def main() -> None:
@@ -112,19 +115,7 @@ async def learn(
         trajectories = []
         for prompt, completion in zip(asked, completions, strict=True):
             value = reward(chosen[prompt.index], completion.text)
-            length = len(prompt.input_ids)
-            trajectories.append(
-                Trajectory(
-                    prompt,
-                    input_ids=(*prompt.input_ids, *completion.token_ids),
-                    action_mask=(False,) * length + (True,) * len(completion.token_ids),
-                    rollout_log_probs=(0.0,) * length + completion.log_probs,
-                    reward=value,
-                    score=value,
-                    truncated=completion.finish_reason == "length",
-                    version=completion.version,
-                )
-            )
+            trajectories.append(join_turn(prompt, completion, CONTEXT, Scored(reward=value, score=value)))
 
         # 3. Advantages: each sample's reward relative to its group, the same for all tokens of the response.
         rewards = torch.tensor([item.reward for item in trajectories])  # [samples]
@@ -213,7 +204,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Network:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=16,
+        max_position_embeddings=CONTEXT,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

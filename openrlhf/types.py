@@ -2,7 +2,9 @@
 
 Dataset rows (TokenRow, PairRow, ...) are collated into batches for training, one kind of batch for each kind of row.
 In RL, an engine answers a Request with a Completion, a finished episode becomes a Trajectory, and the trajectories of
-a rollout become PolicyBatches for training.
+a rollout become PolicyBatches for training. From the engine on, a sample is arrays, because millions of tokens pass
+through the controller; reward functions and agents get lists of Python numbers (`agents/interface.py`). Completions and
+trajectories are equal only if they are the same object.
 
 One convention holds everywhere: the mask, log-prob or advantage at index t belongs to token t, not to the position
 that predicts it. For a prompt of two tokens and a response of three:
@@ -21,7 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     import torch
@@ -253,46 +255,66 @@ class Request:
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
     """Output of one generation: tokens with their log-probs under the sampling distribution.
 
     An engine with `whole_log_probs` reports log-probs over the whole vocabulary even if sampling is truncated.
     """
 
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    token_ids: NDArray[np.int32]  # [tokens]
+    log_probs: NDArray[np.float32]  # [tokens]
     text: str
     finish_reason: FinishReason
     version: int  # version of the weights that sampled the first token
+    token_versions: NDArray[np.int32]  # [tokens]: version of the weights that sampled each token
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        text: str,
+        finish_reason: FinishReason,
+        version: int,
+    ) -> Self:
+        """Make a completion of lists or tuples, with all tokens sampled by the same weights."""
+        import numpy as np
+
+        tokens, values = np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32)
+        return cls(tokens, values, text, finish_reason, version, np.full(len(tokens), version, dtype=np.int32))
 
 
+NOT_SAMPLED = -1  # version of a token that is part of a prompt or comes from the environment
 StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's last action token, reward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """A complete episode, ready for training.
 
-    Example with two turns: p are prompt tokens, a action tokens and e environment tokens.
+    Example with two turns: p are prompt tokens, a action tokens and e environment tokens. The weights changed from
+    version 4 to 5 during the second turn.
 
-    input_ids          [ p p a a e e a a ]
-    action_mask        [ 0 0 1 1 0 0 1 1 ]
-    rollout_log_probs  [ 0 0 . . 0 0 . . ]
+    input_ids          [  p  p  a  a  e  e  a  a ]
+    action_mask        [  0  0  1  1  0  0  1  1 ]
+    rollout_log_probs  [  0  0  .  .  0  0  .  . ]
+    token_versions     [ -1 -1  4  4 -1 -1  4  5 ]
 
     The reward is the training signal; the score is used for dynamic filtering. If reward models score the episode, both
     are NaN until then.
     """
 
     prompt: Prompt
-    input_ids: tuple[int, ...]  # [tokens]
-    action_mask: tuple[bool, ...]  # [tokens]
-    rollout_log_probs: tuple[float, ...]  # [tokens]
+    input_ids: NDArray[np.int32]  # [tokens]
+    action_mask: NDArray[np.bool_]  # [tokens]
+    rollout_log_probs: NDArray[np.float32]  # [tokens]
+    token_versions: NDArray[np.int32]  # [tokens]: of the weights that sampled each token, or NOT_SAMPLED
     reward: float
     score: float
     truncated: bool  # the last turn or the episode was cut off by a limit
     version: int  # version of the oldest weights that sampled a turn
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
-    temperature_factors: tuple[float, ...] = ()  # [tokens]: sampling temperature / --temperature; empty means all 1
+    temperature_factors: NDArray[np.float32] | None = None  # [tokens]: sampling temperature / --temperature; None: 1
     whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty restricted sampling in any turn

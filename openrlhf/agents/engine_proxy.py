@@ -101,7 +101,7 @@ class RequestRouter:
                 if own is not None:
                     raise RolloutError("the episode ended before its request was answered") from None
                 continue
-            episode.tokens = [*ids, *completion.token_ids]
+            episode.tokens = [*ids, *completion.token_ids.tolist()]
             next_seed = seed_for(episode.seed, number + 1)
             set_seed(next_seed, seeds_torch=self.seeds_torch)  # seeds user code until the next request
             return RequestOutput.from_completion(ids, completion)

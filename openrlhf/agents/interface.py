@@ -77,9 +77,10 @@ class RequestOutput:
     @classmethod
     def from_completion(cls, prompt_token_ids: list[int], completion: Completion) -> RequestOutput:
         """Convert an engine's completion to vLLM's format."""
-        pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+        token_ids = completion.token_ids.tolist()
+        pairs = zip(token_ids, completion.log_probs.tolist(), strict=True)
         log_probs = [{token: Logprob(value)} for token, value in pairs]
-        output = CompletionOutput(list(completion.token_ids), completion.text, log_probs, completion.finish_reason)
+        output = CompletionOutput(token_ids, completion.text, log_probs, completion.finish_reason)
         return cls(prompt_token_ids, [output])
 
 

@@ -45,10 +45,11 @@ class SingleTurnSamples:
         completions = await gather_or_cancel(generate(*pair) for pair in zip(params, sessions, strict=True))
         scores: list[Scored | RewardError] = [NOT_SCORED] * len(completions)
         if self.rewards is not None:
+            sampled = [item.token_ids.tolist() for item in completions]
             group = Group(
                 prompt,
-                queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *item.token_ids])) for item in completions),
-                responses=tuple(str(self.tokenizer.decode(list(item.token_ids))) for item in completions),
+                queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *ids])) for ids in sampled),
+                responses=tuple(str(self.tokenizer.decode(ids)) for ids in sampled),
                 seed=params[0].seed,
             )
             scores = await self.rewards.score(group)

@@ -7,25 +7,30 @@ All functions are pure and run in the trainer; error messages name the invalid k
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from openrlhf.agents.scores import NOT_SCORED, Scored, kind_of, read_logs, read_number
 from openrlhf.errors import RewardError, RolloutError, counted
-from openrlhf.types import Completion, Prompt, StepRewards, Trajectory
+from openrlhf.types import NOT_SAMPLED, Completion, Prompt, StepRewards, Trajectory
 
 Ranges: TypeAlias = list[tuple[int, int]]  # half-open token ranges of the actions
+Tokens: TypeAlias = NDArray[np.int32]  # [tokens] of an episode
 
 
 def join_turn(prompt: Prompt, completion: Completion, context_length: int, scored: Scored = NOT_SCORED) -> Trajectory:
     """Join a prompt and its response into a trajectory with scores, truncated to the context length."""
-    input_ids = (*prompt.input_ids, *completion.token_ids)[:context_length]
-    start = min(len(prompt.input_ids), len(input_ids))
-    sampled = len(input_ids) - start
+    start = min(len(prompt.input_ids), context_length)
+    kept = min(len(completion.token_ids), context_length - start)
     return Trajectory(
         prompt=prompt,
-        input_ids=input_ids,
-        action_mask=(False,) * start + (True,) * sampled,
-        rollout_log_probs=(0.0,) * start + completion.log_probs[:sampled],
+        input_ids=np.concatenate([np.array(prompt.input_ids[:start], np.int32), completion.token_ids[:kept]]),
+        action_mask=np.arange(start + kept) >= start,
+        rollout_log_probs=np.concatenate([np.zeros(start, np.float32), completion.log_probs[:kept]]),
+        token_versions=np.concatenate([np.full(start, NOT_SAMPLED, np.int32), completion.token_versions[:kept]]),
         reward=scored.reward,
         score=scored.score,
         truncated=completion.finish_reason == "length",
@@ -56,6 +61,7 @@ def read_trajectory(
     tokens = read_tokens(result.get("observation_tokens"))
     ranges = read_ranges(result.get("action_ranges"), len(tokens))
     log_probs = read_log_probs(result.get("rollout_log_probs"), tokens, ranges, completions)
+    versions = spread_versions(tokens, ranges, completions)
     factors = spread_temperatures(tokens, ranges, completions, temperature_factors)
 
     # Truncate at the context length and after the last action.
@@ -66,25 +72,26 @@ def read_trajectory(
             f" {ranges}"
         )
     length = kept[-1][1]
-    mask = [False] * length  # [tokens]
+    mask = np.zeros(length, np.bool_)  # [tokens]
     for start, end in kept:
-        mask[start:end] = [True] * (end - start)
+        mask[start:end] = True
     mask[0] = False  # the first token is never predicted
 
     reward = read_reward(result.get("reward"), scored_later=scored_later)
     score = result.get("scores")
     return Trajectory(
         prompt=prompt,
-        input_ids=tuple(tokens[:length]),
-        action_mask=tuple(mask),
-        rollout_log_probs=tuple(value if acted else 0.0 for value, acted in zip(log_probs, mask, strict=False)),
+        input_ids=tokens[:length],
+        action_mask=mask,
+        rollout_log_probs=np.where(mask, log_probs[:length], np.float32(0.0)),
+        token_versions=np.where(mask, versions[:length], np.int32(NOT_SAMPLED)),
         reward=reward,
         score=reward if score is None else read_number(score, "'scores' of the episode"),
         truncated=bool(result.get("truncated")) or kept != ranges,
         version=min((item.version for item in completions), default=0),
         extra_logs=read_logs(result.get("extra_logs"), 1, "the episode")[0],
         step_rewards=read_step_rewards(result.get("step_rewards"), length) if step_rewards else (),
-        temperature_factors=tuple(factors[:length]),
+        temperature_factors=None if factors is None else factors[:length],
         whole_vocabulary=whole_vocabulary,
     )
 
@@ -112,14 +119,17 @@ def read_step_rewards(given: object, length: int) -> StepRewards:
     return tuple(rewards)
 
 
-def read_tokens(given: object) -> list[int]:
+def read_tokens(given: object) -> Tokens:
     """Validate the token ids of an episode."""
     if not isinstance(given, list) or not given:
         raise RolloutError(f"'observation_tokens' is {kind_of(given)}: expected the token ids of the whole episode")
-    wrong = [item for item in given if not isinstance(item, int)]
-    if wrong:
-        raise RolloutError(f"'observation_tokens' holds {kind_of(wrong[0])}: expected token ids")
-    return given
+    if not set(map(type, given)) <= {int, bool}:
+        wrong = next(item for item in given if not isinstance(item, int))
+        raise RolloutError(f"'observation_tokens' holds {kind_of(wrong)}: expected token ids")
+    try:
+        return np.array(given, dtype=np.int32)
+    except OverflowError:
+        raise RolloutError(f"'observation_tokens' holds {kind_of(max(given, key=abs))}: expected token ids") from None
 
 
 def read_ranges(given: object, length: int) -> Ranges:
@@ -143,11 +153,11 @@ def read_ranges(given: object, length: int) -> Ranges:
 
 
 def read_log_probs(
-    given: object, tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]
-) -> Sequence[float]:
+    given: object, tokens: Tokens, ranges: Ranges, completions: Sequence[Completion]
+) -> NDArray[np.float32]:
     """Return one log-prob per token, from the agent's result or, if that is None, from the engine."""
     if given is None:
-        log_probs = [0.0] * len(tokens)  # [tokens]
+        log_probs = np.zeros(len(tokens), np.float32)  # [tokens]
         problem = "'rollout_log_probs' is None", "return the log-probs with the tokens"
         for place, count, number in match_completions(tokens, ranges, completions, *problem):
             log_probs[place : place + count] = completions[number].log_probs[:count]
@@ -159,28 +169,51 @@ def read_log_probs(
             f"'rollout_log_probs' has {counted(len(given), 'value')} for {len(tokens)} observation_tokens: expected one"
             " for each, 0.0 outside actions"
         )
-    return [read_number(value, f"rollout_log_probs[{place}]") for place, value in enumerate(given)]
+    if set(map(type, given)) <= {float, int}:  # almost always; the check of each value below takes ten times as long
+        with suppress(OverflowError):  # an integer that no float can hold
+            numbers = np.array(given, dtype=np.float64)
+            if np.isfinite(numbers).all():
+                return numbers.astype(np.float32)
+    checked = [read_number(value, f"rollout_log_probs[{place}]") for place, value in enumerate(given)]
+    return np.array(checked, dtype=np.float32)
+
+
+def spread_versions(tokens: Tokens, ranges: Ranges, completions: Sequence[Completion]) -> NDArray[np.int32]:
+    """Return the version of the weights that sampled each token, NOT_SAMPLED outside actions.
+
+    If versions differ, they are taken from the completions; an action whose tokens are not those that the engine
+    sampled gets the oldest version.
+    """
+    spread = np.full(len(tokens), NOT_SAMPLED, np.int32)  # [tokens]
+    oldest = min((item.version for item in completions), default=0)
+    for start, end in ranges:
+        spread[start:end] = oldest
+    if any((item.token_versions != oldest).any() for item in completions):
+        with suppress(RolloutError):
+            for place, count, number in match_completions(tokens, ranges, completions, "the versions differ", ""):
+                spread[place : place + count] = completions[number].token_versions[:count]
+    return spread
 
 
 def spread_temperatures(
-    tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], factors: Sequence[float]
-) -> list[float]:
-    """Return the temperature factor of each token, taken from its completion; empty if all are 1."""
+    tokens: Tokens, ranges: Ranges, completions: Sequence[Completion], factors: Sequence[float]
+) -> NDArray[np.float32] | None:
+    """Return the temperature factor of each token, taken from its completion; None if all are 1."""
     if all(factor == 1.0 for factor in factors):
-        return []
-    spread = [1.0] * len(tokens)  # [tokens]
+        return None
+    spread = np.ones(len(tokens), np.float32)  # [tokens]
     if len(set(factors)) == 1:
         for start, end in ranges:
-            spread[start:end] = [factors[0]] * (end - start)
+            spread[start:end] = factors[0]
         return spread
     problem = "the turns have several temperatures", "return the tokens as they were sampled"
     for place, count, number in match_completions(tokens, ranges, completions, *problem):
-        spread[place : place + count] = [factors[number]] * count
+        spread[place : place + count] = factors[number]
     return spread
 
 
 def match_completions(
-    tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], reason: str, advice: str
+    tokens: Tokens, ranges: Ranges, completions: Sequence[Completion], reason: str, advice: str
 ) -> Iterator[tuple[int, int, int]]:
     """Match action tokens to completions; yield (start index, token count, completion number) in order.
 
@@ -196,7 +229,7 @@ def match_completions(
                 # The shorter one must be a prefix of the longer one.
                 sampled = completions[number].token_ids
                 count = min(len(sampled), len(action))
-                if count and list(sampled[:count]) == list(action[:count]):
+                if count and np.array_equal(sampled[:count], action[:count]):
                     yield place, count, number
                     place += count
                     break

@@ -33,9 +33,8 @@ class Retokenizer:
 
     def ids(self, item: Trajectory) -> NDArray[np.int32]:
         """Return the sample as tokens of the reward model."""
-        ids = np.array(item.input_ids, dtype=np.int32)  # [tokens]
         if self.shared:
-            return ids
+            return item.input_ids
         text, ended = self._text(item)
         read: list[int] = self.own(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ended:
@@ -60,14 +59,15 @@ class Retokenizer:
         # may give different tokens, and a slow tokenizer has no offsets.
         if self.policy.is_fast:
             ids, offsets = tokenize(text, self.policy)  # [tokens], [tokens, 2]
-            if tuple(ids.tolist()) == tuple(sampled):
+            if np.array_equal(ids, sampled):
                 return [last if end is None else last_token_to(end, offsets[:, 1]) for end in ends]
-        return [last if end is None else token_at(end, text, sampled, self.policy) for end in ends]
+        return [last if end is None else token_at(end, text, sampled.tolist(), self.policy) for end in ends]
 
     def _text(self, item: Trajectory) -> tuple[str, bool]:
         """Return the sample's text without its final EOS, and whether it had one."""
-        ended = item.input_ids[-1] == self.policy.eos_token_id
-        return str(self.policy.decode(list(item.input_ids[:-1] if ended else item.input_ids))), ended
+        ids = item.input_ids.tolist()
+        ended = ids[-1] == self.policy.eos_token_id
+        return str(self.policy.decode(ids[:-1] if ended else ids)), ended
 
 
 def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
@@ -79,7 +79,7 @@ def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
     return int(np.searchsorted(ends, ends[first], side="right")) - 1
 
 
-def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+def token_at(end: int, text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the first token after which the decoded text is complete up to the character `end`.
 
     A policy may sample different tokens than its tokenizer would produce for the same text, so their offsets are
@@ -87,5 +87,5 @@ def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedToken
     ends inside a character decodes to a replacement character, which does not match the text.
     """
     return bisect_left(
-        range(len(ids) - 1), True, key=lambda last: str(tokenizer.decode(list(ids[: last + 1]))).startswith(text[:end])
+        range(len(ids) - 1), True, key=lambda last: str(tokenizer.decode(ids[: last + 1])).startswith(text[:end])
     )

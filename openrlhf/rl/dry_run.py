@@ -147,10 +147,10 @@ class MadeUpSession:
     async def generate(self, request: Request) -> Completion:
         self.asked_at = time.monotonic()
         most = request.params.max_tokens
-        ids = tuple(islice(cycle(self.ids) if self.asked else self.ids, most))
+        ids = list(islice(cycle(self.ids) if self.asked else self.ids, most))
         self.asked += 1
         reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
-        return Completion(ids, (0.0,) * len(ids), text_of(ids, self.tokenizer), reason, version=0)
+        return Completion.of(ids, [0.0] * len(ids), text_of(ids, self.tokenizer), reason, version=0)
 
     def close(self) -> None:
         """Do nothing: there is no request to cancel."""
@@ -264,7 +264,7 @@ def explain(tried: Sequence[tuple[Trial, GroupResult]], tokenizer: PreTrainedTok
     if not made:
         return
     rewards, first = [item.reward for item in made], made[0]
-    response = text_of(first.input_ids[first.action_mask.index(True) :], tokenizer)
+    response = text_of(first.input_ids[int(first.action_mask.argmax()) :], tokenizer)
     extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
     say(
         f"rewards of made-up answers to the first {prompts} are {' to '.join(extremes)}; {shorten(response)} gets"

@@ -65,6 +65,6 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {
-        "response_length_mean": float(np.mean([sum(item.action_mask) for item in trajectories])),
+        "response_length_mean": float(np.mean([item.action_mask.sum() for item in trajectories])),
         "truncated_rate": float(np.mean([item.truncated for item in trajectories])),
     }

@@ -189,7 +189,8 @@ def step_token_rewards(
 
 def last_action(item: Trajectory) -> int:
     """Return the position of the last action token, or of the last token if there is no action token."""
-    return max((place for place, acts in enumerate(item.action_mask) if acts), default=len(item.action_mask) - 1)
+    actions = np.flatnonzero(item.action_mask)
+    return int(actions[-1]) if len(actions) else len(item.action_mask) - 1
 
 
 def rollout_metrics(

@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from openrlhf.rl.workers import Workers
@@ -125,11 +125,8 @@ def later_turns_differ(differences: Differences) -> bool:
     later: list[float] = []
     for item, values in differences:
         # Number the turns of the action tokens: a turn begins where the mask becomes true.
-        begins = [after and not before for before, after in pairwise((False, *item.action_mask))]
-        turn, turns = 0, list[int]()
-        for begun, acts in zip(begins, item.action_mask, strict=True):
-            turn += begun
-            turns += [turn] if acts else []
+        begins = np.diff(item.action_mask.astype(np.int8), prepend=0) == 1  # [tokens]
+        turns = begins.cumsum()[item.action_mask].tolist()  # one per action token
         for number, value in zip(turns, values, strict=True):
             (first if number == 1 else later).append(abs(value))
     return bool(first and later) and sum(first) / len(first) < EXPLAINED * sum(later) / len(later)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from openrlhf.rl.rollouts import sampling
 from openrlhf.rl.samples import Batching, batch_trajectories
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
-from openrlhf.types import Prompt, Request, Trajectory
+from openrlhf.types import NOT_SAMPLED, Prompt, Request, Trajectory
 
 SAMPLES = 4
 PROBE_TOKENS = 32
@@ -58,6 +59,12 @@ def watch_gap(
     return GapWatch(workers, batching, monitor, warn, stop, probe_every, encode)
 
 
+def differences_of(item: Trajectory, trained: Tensor) -> list[float]:
+    """Return engine - trainer for the log-probs of the action tokens; `trained` are the trainer's, [tokens]."""
+    differences = item.rollout_log_probs.astype(np.float64) - trained.double().numpy()
+    return differences[item.action_mask].tolist()
+
+
 @dataclass
 class GapWatch:
     """Comparison of engine and trainer on samples from the current weights; it stops the run if their gap is too large.
@@ -85,7 +92,7 @@ class GapWatch:
         A sample cannot be compared if older weights generated it, or if sampling excluded tokens in one of its turns.
         """
         comparable = (item for item in trajectories if item.version == version and item.whole_vocabulary)
-        fresh = [item for item in comparable if any(item.action_mask)]
+        fresh = [item for item in comparable if item.action_mask.any()]
         if not fresh:
             return {}
         # Choose a few samples spread over the rollout, or the shortest ones if two of these exceed a micro-batch.
@@ -103,10 +110,8 @@ class GapWatch:
             differences = []
             for pair, batch, tensor in zip(pairs, batches, scores, strict=True):
                 for number, item in enumerate(pair):
-                    trained = tensor[batch.sequence_ids == number].tolist()
-                    tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
                     if item in chosen:
-                        differences.append((item, [sampled - own for own, sampled, acts in tokens if acts]))
+                        differences.append((item, differences_of(item, tensor[batch.sequence_ids == number])))
             return differences
 
         differences = compare_with(await self.workers.log_probs(batches))
@@ -122,28 +127,29 @@ class GapWatch:
             return None
         others: list[Trajectory] = []
         for item in chosen:
-            length, ids = len(item.prompt.input_ids), tuple(self.encode(item.prompt.text))
-            rest = len(item.input_ids) - length
-            if rest <= 0 or not ids:
+            length, ids = len(item.prompt.input_ids), np.array(self.encode(item.prompt.text), np.int32)
+            if len(item.input_ids) <= length or not len(ids):
                 return None
+            factors = item.temperature_factors
+            if factors is not None:
+                factors = np.concatenate([np.ones(len(ids), np.float32), factors[length:]])
             others.append(
                 replace(
                     item,
-                    input_ids=ids + item.input_ids[length:],
-                    action_mask=(False,) * len(ids) + item.action_mask[-rest:],
-                    rollout_log_probs=(0.0,) * len(ids) + item.rollout_log_probs[-rest:],
-                    temperature_factors=item.temperature_factors
-                    and (1.0,) * len(ids) + item.temperature_factors[-rest:],
+                    input_ids=np.concatenate([ids, item.input_ids[length:]]),
+                    action_mask=np.concatenate([np.zeros(len(ids), np.bool_), item.action_mask[length:]]),
+                    rollout_log_probs=np.concatenate([np.zeros(len(ids), np.float32), item.rollout_log_probs[length:]]),
+                    token_versions=np.concatenate(
+                        [np.full(len(ids), NOT_SAMPLED, np.int32), item.token_versions[length:]]
+                    ),
+                    temperature_factors=factors,
                 )
             )
-        if all(other.input_ids == item.input_ids for other, item in zip(others, chosen, strict=True)):
+        if all(np.array_equal(other.input_ids, item.input_ids) for other, item in zip(others, chosen, strict=True)):
             return None
         batches = [batch_trajectories([other], self.batching.layout) for other in others]
-        differences = []
-        for other, tensor in zip(others, await self.workers.log_probs(batches), strict=True):
-            tokens = zip(tensor.flatten().tolist(), other.rollout_log_probs, other.action_mask, strict=True)
-            differences.append((other, [sampled - own for own, sampled, acts in tokens if acts]))
-        return differences
+        pairs = zip(others, await self.workers.log_probs(batches), strict=True)
+        return [(other, differences_of(other, tensor.flatten())) for other, tensor in pairs]
 
     async def _judge(self, found: Comparison, step: int) -> float:
         """Return the mean difference over all tokens; if it is too large, warn or raise, with the likely cause."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import counted
 from openrlhf.monitor import LoggedSample, say
@@ -20,9 +22,16 @@ from openrlhf.rl.experience import Experience
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.training.disk_space import GIB, bytes_of, replace_file
 from openrlhf.training.earlier_run import ABOUT_FILE, ROLLOUTS, STEP_FILE, STEP_FILES
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import NOT_SAMPLED, Prompt, Trajectory
 
 DEFAULTS = RolloutFlags()
+ARRAYS = {  # the arrays of a trajectory
+    "input_ids": np.int32,
+    "action_mask": np.bool_,
+    "rollout_log_probs": np.float32,
+    "token_versions": np.int32,
+    "temperature_factors": np.float32,
+}
 MOST_LOGGED, MOST_CHARACTERS = 8, 4000  # samples per step, and characters of a text, in dashboards
 
 
@@ -109,8 +118,8 @@ class Recorder:
 
     def response(self, item: Trajectory) -> str:
         """Return the text from the first action token on."""
-        first = item.action_mask.index(True) if any(item.action_mask) else len(item.input_ids)
-        return str(self.decode(list(item.input_ids[first:]))) if self.decode else ""
+        first = int(item.action_mask.argmax()) if item.action_mask.any() else len(item.input_ids)
+        return str(self.decode(item.input_ids[first:].tolist())) if self.decode else ""
 
     def first_group(self, experience: Experience) -> list[LoggedSample]:
         """Return some samples of the first group for dashboards, with long texts cut."""
@@ -161,8 +170,9 @@ def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
 
 
 def plain(item: Trajectory) -> dict[str, object]:
-    """Return a trajectory as a dict for JSON; `asdict` would copy every token."""
-    return {**vars(item), "prompt": vars(item.prompt)}
+    """Return a trajectory as a dict for JSON."""
+    values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(item).items()}
+    return values | {"prompt": vars(item.prompt)}
 
 
 def trajectory(line: Mapping[str, Any]) -> Trajectory:
@@ -170,8 +180,11 @@ def trajectory(line: Mapping[str, Any]) -> Trajectory:
     known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
     prompt: dict[str, Any] = dict(line["prompt"])
     known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
-    for name in ("input_ids", "action_mask", "rollout_log_probs", "temperature_factors"):
-        known[name] = tuple(known.get(name, ()))
+    for name, dtype in ARRAYS.items():
+        if known.get(name):  # versions before 1.1 wrote an empty list for no temperature factors
+            known[name] = np.array(known[name], dtype)
+    if "token_versions" not in known:  # they did not write the version of each token either
+        known["token_versions"] = np.where(known["action_mask"], np.int32(known["version"]), np.int32(NOT_SAMPLED))
     known["step_rewards"] = tuple((place, reward) for place, reward in known["step_rewards"])
     return Trajectory(**known)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,13 +101,17 @@ class RolloutTokens:
         action_mask = stack([item.action_mask for item in trajectories], torch.bool)
         action_mask[:, 0] = False
         factors = None
-        if any(item.temperature_factors for item in trajectories):
-            own = [item.temperature_factors or (1.0,) * len(item.input_ids) for item in trajectories]
+        if any(item.temperature_factors is not None for item in trajectories):
+            ones = np.ones(max(len(item.input_ids) for item in trajectories), np.float32)
+            own = [
+                ones[: len(item.input_ids)] if item.temperature_factors is None else item.temperature_factors
+                for item in trajectories
+            ]
             factors = stack(own, torch.float32, fill=1.0)
         return RolloutTokens(
             input_ids=stack([item.input_ids for item in trajectories], torch.long, fill=layout.pad_id),
             action_mask=action_mask,
-            valid=stack([[True] * len(item.input_ids) for item in trajectories], torch.bool),
+            valid=stack([np.ones(len(item.input_ids), np.bool_) for item in trajectories], torch.bool),
             temperature_factors=factors,
             packing=layout.packing,
             sharing=layout.sharing,
@@ -149,7 +154,7 @@ class RolloutTokens:
         return whole
 
 
-def stack(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
+def stack(rows: Sequence[NDArray[Any]], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
     """Stack rows of different lengths into [rows, longest], padded on the right."""
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=fill)
 

@@ -116,9 +116,13 @@ class HFEngine:
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 for row in finished:
                     assert row.finish_reason is not None, "only rows that have ended are retired"
-                    tokens, log_probs = tuple(row.token_ids), tuple(row.log_probs)
-                    text = str(self.tokenizer.decode(row.token_ids))
-                    completions[row.index] = Completion(tokens, log_probs, text, row.finish_reason, self.version)
+                    completions[row.index] = Completion.of(
+                        row.token_ids,
+                        row.log_probs,
+                        str(self.tokenizer.decode(row.token_ids)),
+                        row.finish_reason,
+                        self.version,
+                    )
                     if on_done:
                         on_done(row.index, completions[row.index])
                 if running:

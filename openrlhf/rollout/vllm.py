@@ -25,6 +25,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -113,13 +114,13 @@ class VLLMEngine(StepLoop):
                 for request in requests
             ]
         made = await self.run_requests(translated)
-        texts = self.tokenizer.batch_decode([list(completion.token_ids) for completion in made])
+        texts = self.tokenizer.batch_decode([completion.token_ids.tolist() for completion in made])
         completions: list[Completion] = []
         for request, completion, text in zip(requests, made, texts, strict=True):
             # A greedy token has probability 1 in the sampling distribution, but vLLM reports its log-prob under the
             # model's distribution.
             greedy = request.params.temperature == 0.0
-            log_probs = (0.0,) * len(completion.token_ids) if greedy else completion.log_probs
+            log_probs = np.zeros_like(completion.log_probs) if greedy else completion.log_probs
             completions.append(replace(completion, text=text, log_probs=log_probs))
         return completions
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from openrlhf.errors import RolloutError, counted
@@ -92,7 +92,8 @@ class StepLoop(CommandThread):
         self.version = 0
         self._running: dict[str, RunningRequest] = {}  # by request id
         self._count = 0  # requests so far; numbers their ids
-        self._first_versions: dict[str, int] = {}  # request id -> weight version of its first token, if older
+        # By request id: the older versions that sampled tokens of it, each with the number of tokens up to its end.
+        self._older: dict[str, list[tuple[int, int]]] = {}
         self._held: list[GenerateCall] = []  # submitted while paused or draining
         self._draining: list[Waiter] = []
         self._paused = False
@@ -142,8 +143,9 @@ class StepLoop(CommandThread):
             self._watch.stop_clock()  # the trainer may take long to send; the channel has its own deadlines
         states = self._engine.output_processor.request_states
         for name, running in self._running.items():
-            if not states[running.inner_id].is_prefilling:
-                self._first_versions.setdefault(name, self.version)
+            state = states[running.inner_id]
+            if not state.is_prefilling:
+                self._older.setdefault(name, []).append((self.version, len(state.detokenizer.output_token_ids)))
         self._has_weights = False  # until all workers compute with the same complete new weights
         received: list[Received] = self._engine.collective_rpc("receive_weights", args=(weights, verify))
         for worker in received:
@@ -211,7 +213,7 @@ class StepLoop(CommandThread):
         self._engine.abort_request(names)
         for name in names:
             del self._running[name]
-            self._first_versions.pop(name, None)
+            self._older.pop(name, None)
         self.answer(call.waiter, reason)
         self._end_drain()
 
@@ -245,9 +247,11 @@ class StepLoop(CommandThread):
                 why = made.finish_reason
                 raise RolloutError(f"vLLM did not finish a request: expected finish_reason stop or length, got {why!r}")
             running = self._running.pop(output.request_id)
-            version = self._first_versions.pop(output.request_id, self.version)
-            call, token_ids, log_probs = running.call, tuple(made.token_ids), tuple(made.logprobs.logprobs)
-            call.completions[running.index] = Completion(token_ids, log_probs, "", made.finish_reason, version)
+            call, older = running.call, self._older.pop(output.request_id, [])
+            whole = Completion.of(made.token_ids, made.logprobs.logprobs, "", made.finish_reason, self.version)
+            for version, end in reversed(older):
+                whole.token_versions[:end] = version
+            call.completions[running.index] = replace(whole, version=older[0][0]) if older else whole
             if len(call.completions) == len(call.requests):
                 self.answer(call.waiter, [call.completions[index] for index in range(len(call.requests))])
         self._end_drain()

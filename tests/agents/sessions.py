@@ -33,7 +33,7 @@ class Scripted:
         ids = tuple(encode(text)[: request.params.max_tokens])
         cut = len(ids) < len(encode(text))
         finish = "length" if cut else self.finish
-        return Completion(ids, (-float(number + 1),) * len(ids), decode(ids), finish, self.version)
+        return Completion.of(ids, (-float(number + 1),) * len(ids), decode(ids), finish, self.version)
 
     def close(self):
         self.closed += 1
@@ -80,7 +80,7 @@ def encode(text):
 
 
 def decode(ids):
-    return TOKENIZER.decode(list(ids))
+    return TOKENIZER.decode([int(token) for token in ids])
 
 
 def prompt(text="1+1=", label="2", index=7):

@@ -33,7 +33,7 @@ class RunningEpisodes:
 
     async def answer(self, place, text):
         request = self.sent[place]
-        completion = Completion(tuple(encode(text)), (-1.0,) * len(text), text, "stop", 1)
+        completion = Completion.of(encode(text), (-1.0,) * len(text), text, "stop", 1)
         self.router.deliver(EngineAnswer(request.call, request.request, completion))
         await asyncio.sleep(0)
 

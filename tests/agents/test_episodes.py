@@ -56,8 +56,8 @@ def test_two_turns_through_a_process(build, write):
     drawn = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop": ("Q",)}
     got = run(build(agent_func_path=write(agent(body)), step_rewards=True), [session], **drawn).trajectories[0]
     assert decode(got.input_ids) == "1+1=ab</s>;c"
-    assert got.action_mask == (False,) * 4 + (True,) * 3 + (False,) + (True,)
-    assert got.rollout_log_probs == (0.0,) * 4 + (-1.0,) * 3 + (0.0, -2.0)
+    assert got.action_mask.tolist() == [False] * 4 + [True] * 3 + [False] + [True]
+    assert got.rollout_log_probs.tolist() == [0.0] * 4 + [-1.0] * 3 + [0.0, -2.0]
     assert (got.reward, got.score, got.extra_logs) == (3.0, 3.0, {"turns": 2.0})
     assert got.step_rewards == ((6, 1.0), (8, 2.0))
     assert (got.truncated, got.version, session.closed) == (False, 3, 1)
@@ -88,7 +88,7 @@ def test_custom_executor(build, write):
     session = Scripted("ab")
     got = run(build(agent_func_path=file), [session]).trajectories[0]
     assert decode(got.input_ids) == "1+1=ab"
-    assert got.rollout_log_probs == (0.0,) * 4 + (-1.0, -1.0)
+    assert got.rollout_log_probs.tolist() == [0.0] * 4 + [-1.0, -1.0]
     assert session.requests[0].params.stop == (".",)
     assert session.requests[0].params.max_tokens == 60  # the rest of the context
 
@@ -296,12 +296,13 @@ def test_episodes_with_a_real_engine_are_reproducible(build, write, tmp_path, to
     results = run_all(build(agent_func_path=file), [(prompt(), group) for group in groups], max_tokens=6)
     first, second = (result.trajectories for result in results)
     assert first == second
-    assert len({item.input_ids for item in first}) == 3
+    assert len({tuple(item.input_ids) for item in first}) == 3
     for item, session in zip(first, groups[0], strict=True):
         assert all(value < 0 for value, acted in zip(item.rollout_log_probs, item.action_mask, strict=True) if acted)
         spans = [item.input_ids[len(r.prompt_token_ids) :][: r.params.max_tokens] for r in session.requests]
         assert len(spans) == 2
-        assert item.input_ids[: len(session.requests[1].prompt_token_ids)] == session.requests[1].prompt_token_ids
+        begun = session.requests[1].prompt_token_ids
+        assert tuple(item.input_ids[: len(begun)]) == begun
 
 
 def test_many_episodes_share_processes(build, write):

@@ -94,7 +94,7 @@ class OneTurn:
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
         ids = tuple(encode("1</s>"))
         return RequestOutput.from_completion(
-            list(prompt_token_ids), Completion(ids, (-1.0,) * len(ids), decode(ids), "stop", 0)
+            list(prompt_token_ids), Completion.of(ids, (-1.0,) * len(ids), decode(ids), "stop", 0)
         )
 
 

@@ -81,7 +81,7 @@ class Guesses(Scripted):
     async def generate(self, request):
         self.requests.append(request)
         ids = tuple(self.tokenizer(self.texts[len(self.requests) - 1], add_special_tokens=False)["input_ids"])
-        return Completion(ids, (-1.0,) * len(ids), self.tokenizer.decode(ids), "stop", 0)
+        return Completion.of(ids, (-1.0,) * len(ids), self.tokenizer.decode(ids), "stop", 0)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class ScriptedEngine:
         self.received.append((decode(prompt_token_ids), copy.copy(sampling_params)))
         ids = tuple(encode(self.texts.pop(0)))
         number = len(self.received)
-        completion = Completion(ids, (-float(number),) * len(ids), decode(ids), "stop", 0)
+        completion = Completion.of(ids, (-float(number),) * len(ids), decode(ids), "stop", 0)
         return RequestOutput.from_completion(list(prompt_token_ids), completion)
 
 

@@ -1,14 +1,17 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from sessions import encode, prompt
 
 from openrlhf.agents.trajectory import join_turn, read_trajectory
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion
+from tests.samples import plain
 
-NUMBERS = Completion((21, 22), (-0.5, -0.25), "ab", "stop", 4)
-MORE = Completion((23,), (-0.125,), "c", "length", 3)
+NUMBERS = Completion.of((21, 22), (-0.5, -0.25), "ab", "stop", 4)
+MORE = Completion.of((23,), (-0.125,), "c", "length", 3)
 
 
 def episode(**changes):
@@ -29,9 +32,10 @@ def read(context_length=100, each_step=False, completions=(NUMBERS, MORE), **cha
 
 def test_join_turn_by_hand():
     got = join_turn(prompt("1+"), NUMBERS, 100)
-    assert got.input_ids == (*encode("1+"), 21, 22)
-    assert got.action_mask == (False, False, True, True)
-    assert got.rollout_log_probs == (0.0, 0.0, -0.5, -0.25)
+    assert got.input_ids.tolist() == [*encode("1+"), 21, 22]
+    assert got.action_mask.tolist() == [False, False, True, True]
+    assert got.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -0.25]
+    assert got.token_versions.tolist() == [-1, -1, 4, 4]
     assert (got.truncated, got.version) == (False, 4)
     assert math.isnan(got.reward)
     assert math.isnan(got.score)
@@ -40,9 +44,10 @@ def test_join_turn_by_hand():
 
 def test_two_turns_by_hand():
     got = read()
-    assert got.input_ids == (11, 12, 21, 22, 31, 32, 23)
-    assert got.action_mask == (False, False, True, True, False, False, True)
-    assert got.rollout_log_probs == (0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -0.125)
+    assert got.input_ids.tolist() == [11, 12, 21, 22, 31, 32, 23]
+    assert got.action_mask.tolist() == [False, False, True, True, False, False, True]
+    assert got.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -0.125]
+    assert got.token_versions.tolist() == [-1, -1, 4, 4, -1, -1, 3]
     assert (got.reward, got.score, got.truncated) == (1.5, 1.5, False)
     assert got.version == 3  # the oldest weights that sampled a turn
     assert got.step_rewards == ()
@@ -50,14 +55,14 @@ def test_two_turns_by_hand():
 
 def test_feedback_after_the_last_action_is_cut_off():
     got = read(action_ranges=[[2, 4]])
-    assert got.input_ids == (11, 12, 21, 22)
+    assert got.input_ids.tolist() == [11, 12, 21, 22]
     assert not got.truncated
 
 
 def test_episode_past_the_context_is_cut_and_truncated():
     got = read(context_length=3)
-    assert got.input_ids == (11, 12, 21)
-    assert got.action_mask == (False, False, True)
+    assert got.input_ids.tolist() == [11, 12, 21]
+    assert got.action_mask.tolist() == [False, False, True]
     assert got.truncated
 
 
@@ -70,15 +75,34 @@ def test_scores_logs_and_step_rewards_are_kept():
 
 
 def test_missing_log_probs_come_from_the_engine():
-    assert read(rollout_log_probs=None) == read()
-    assert read(rollout_log_probs=None, action_ranges=[[2, 3]]).rollout_log_probs == (0.0, 0.0, -0.5)
+    assert plain(read(rollout_log_probs=None)) == plain(read())
+    assert read(rollout_log_probs=None, action_ranges=[[2, 3]]).rollout_log_probs.tolist() == [0.0, 0.0, -0.5]
     joined = read(rollout_log_probs=None, observation_tokens=[11, 21, 22, 23], action_ranges=[[1, 4]])
-    assert joined.rollout_log_probs == (0.0, -0.5, -0.25, -0.125)
+    assert joined.rollout_log_probs.tolist() == [0.0, -0.5, -0.25, -0.125]
+
+
+def test_arrays_have_the_types_that_training_expects():
+    for got in (join_turn(prompt("1+"), NUMBERS, 3), read(), read(rollout_log_probs=None)):
+        assert len(got.input_ids) == len(got.action_mask) == len(got.rollout_log_probs) == len(got.token_versions)
+        assert (got.input_ids.dtype, got.action_mask.dtype) == (np.int32, np.bool_)
+        assert (got.rollout_log_probs.dtype, got.token_versions.dtype) == (np.float32, np.int32)
+
+
+def test_a_turn_may_have_tokens_of_several_versions():
+    changing = replace(NUMBERS, token_versions=np.array([4, 5], np.int32))
+    assert join_turn(prompt("1+"), changing, 100).token_versions.tolist() == [-1, -1, 4, 5]
+    assert read(completions=(changing, MORE)).token_versions.tolist() == [-1, -1, 4, 5, -1, -1, 3]
+    assert read(completions=(changing,), action_ranges=[[2, 4]]).token_versions.tolist() == [-1, -1, 4, 5]
+
+
+def test_an_action_that_the_engine_did_not_sample_has_the_oldest_version():
+    got = read(observation_tokens=[11, 12, 29, 22, 31, 32, 23])
+    assert got.token_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3]
 
 
 def test_first_token_is_never_an_action():
     got = read(action_ranges=[[0, 4]])
-    assert got.action_mask == (False, True, True, True)
+    assert got.action_mask.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +110,7 @@ def test_first_token_is_never_an_action():
     [
         ({"observation_tokens": None}, "'observation_tokens' is None"),
         ({"observation_tokens": [1, "x"]}, "'x' (str): expected token ids"),
+        ({"observation_tokens": [1, 2**40]}, "1099511627776 (int): expected token ids"),
         ({"action_ranges": None}, "'action_ranges' is None"),
         ({"action_ranges": [[2]]}, "expected (start, end)"),
         ({"action_ranges": [[2, 9]]}, "(2, 9) is not within the 7 observation_tokens"),
@@ -125,15 +150,15 @@ def temperatures(factors, **changes):
 
 
 def test_each_token_has_the_temperature_of_its_turn():
-    assert temperatures([1.0, 1.0]) == ()
-    assert temperatures([1.0, 0.5]) == (1.0,) * 4
-    assert temperatures([2.0, 0.5]) == (1.0, 1.0, 2.0, 2.0)
+    assert temperatures([1.0, 1.0]) is None
+    assert temperatures([1.0, 0.5]).tolist() == [1.0] * 4
+    assert temperatures([2.0, 0.5]).tolist() == [1.0, 1.0, 2.0, 2.0]
     whole = read_trajectory(episode(), prompt(), (NUMBERS, MORE), context_length=99, temperature_factors=[2.0, 0.5])
-    assert whole.temperature_factors == (1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 0.5)
+    assert whole.temperature_factors.tolist() == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 0.5]
 
 
 def test_tokens_that_the_engine_did_not_sample_cannot_have_several_temperatures():
     other = {"observation_tokens": [11, 12, 29, 22, 31, 32, 23]}
-    assert temperatures([0.5, 0.5], **other) == (1.0, 1.0, 0.5, 0.5)  # all turns have the same
+    assert temperatures([0.5, 0.5], **other).tolist() == [1.0, 1.0, 0.5, 0.5]  # all turns have the same
     with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) differ from those of the engine"):
         temperatures([2.0, 0.5], **other)

@@ -111,7 +111,7 @@ def test_results_in_the_queue_are_assigned_to_their_episodes(build, write):
     sessions = [Scripted("a"), Scripted("bcd"), Scripted("ef")]
     got = run(build(agent_func_path=write(QUEUE)), sessions).trajectories
     assert [(decode(item.input_ids), item.reward) for item in got] == [("1+1=a", 1), ("1+1=bcd", 3), ("1+1=ef", 2)]
-    assert got[1].rollout_log_probs == (0.0,) * 4 + (-1.0,) * 3
+    assert got[1].rollout_log_probs.tolist() == [0.0] * 4 + [-1.0] * 3
 
 
 @pytest.mark.slow(seconds=2)

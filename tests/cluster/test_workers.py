@@ -5,7 +5,8 @@ import pytest
 
 from openrlhf.cluster.workers import share_out, share_trajectories
 from openrlhf.data.collate import Layout
-from openrlhf.types import Prompt, TokenRow, Trajectory
+from openrlhf.types import Prompt, TokenRow
+from tests.samples import make_trajectory
 
 
 def batch(length):
@@ -54,5 +55,4 @@ def test_the_work_on_shared_prompts_is_balanced_and_the_filler_is_the_cheapest_b
 
 
 def sample(length, prompt=0):
-    nothing = (0.0,) * length
-    return Trajectory(Prompt(prompt, "", (1,)), (1,) * length, (True,) * length, nothing, 0.0, 0.0, False, 0)
+    return make_trajectory(Prompt(prompt, "", (1,)), (1,) * length, (True,) * length)

@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.data.retokenization import Retokenizer
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Prompt
+from tests.samples import make_trajectory
 from tests.tiny import character_tokenizer, make_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -34,9 +35,7 @@ TEXTS = Retokenizer(POLICY, OWN, shared=False)
 def sample(*tokens):
     ids = tuple(POLICY.convert_tokens_to_ids(list(tokens)))
     assert None not in ids
-    return Trajectory(
-        Prompt(0, "", ids[:1]), ids, (False,) + (True,) * (len(ids) - 1), (0.0,) * len(ids), 0, 0, False, 0
-    )
+    return make_trajectory(Prompt(0, "", ids[:1]), ids, (False,) + (True,) * (len(ids) - 1))
 
 
 def byte_tokens(text):

@@ -4,7 +4,8 @@ import torch
 
 from openrlhf.agents.executor import GroupResult
 from openrlhf.rl.workers import ModelRewards
-from openrlhf.types import Completion, Prompt, Request, Trajectory
+from openrlhf.types import Completion, Prompt, Request
+from tests.samples import make_trajectory
 
 
 def prompts(count):
@@ -20,7 +21,9 @@ class EchoEngine:
 
     async def generate(self, requests):
         self.batches.append([request.prompt_token_ids for request in requests])
-        return [Completion((request.params.seed,), (-1.0,), "", "stop", self.version) for request in requests]
+        return [
+            Completion.of((request.params.seed % 2**31,), (-1.0,), "", "stop", self.version) for request in requests
+        ]
 
 
 class OneTurn:
@@ -36,9 +39,10 @@ class OneTurn:
             if reward is None:
                 result.failures.append("failed")
             else:
-                ids = (*prompt.input_ids, param.seed)
+                ids = (*prompt.input_ids, param.seed % 2**31)
                 mask, log_probs = (False, False, True), (0.0, 0.0, -1.0)
-                result.trajectories.append(Trajectory(prompt, ids, mask, log_probs, reward, reward, number == 0, 0))
+                item = make_trajectory(prompt, ids, mask, log_probs, reward, truncated=number == 0)
+                result.trajectories.append(item)
             session.close()
         return result
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.rl.evaluate import evaluate, pass_at_k, summary
-from openrlhf.types import Trajectory
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, prompts
+from tests.samples import make_trajectory
 
 CONFIG = replace_flags(RLConfig(), n_samples_per_prompt=3, max_len=8, max_new_tokens=4)
 SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # (prompt, sample); prompts 0, 2, 4 belong to source d0 and 1, 3 to d1
@@ -49,7 +49,7 @@ def test_reward_models_score_evaluation_too():
 
 
 def sample(prompt, reward, score):
-    return Trajectory(prompt, (1, 2), (False, True), (0.0, -1.0), reward, score, False, 0)
+    return make_trajectory(prompt, (1, 2), (False, True), (0.0, -1.0), reward, score=score)
 
 
 def test_pass_rates_use_scores_and_ignore_partial_credit():

@@ -22,7 +22,8 @@ from openrlhf.data.collate import Layout
 from openrlhf.rl.experience import make_experience
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import BatchScores, ModelRewards
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Prompt
+from tests.samples import make_trajectory
 
 LOG_PROBS = torch.tensor([-5.0] * 7 + [-0.7, -0.8, -5.0])
 REFERENCE = torch.tensor([0.0] * 7 + [-0.9, -0.4, 0.0])
@@ -48,18 +49,16 @@ class TableWorkers:
         return self.given
 
 
-def make_trajectory(index, ids, acts, reward, **more):
+def sample(index, ids, acts, reward, **more):
     prompt = Prompt(index, "", ids[: acts.index(1)])
-    log_probs = tuple(-1.0 * act for act in acts)
-    mask = tuple(bool(act) for act in acts)
-    return Trajectory(prompt, ids, mask, log_probs, reward, reward, more.pop("truncated", False), 0, **more)
+    return make_trajectory(prompt, ids, acts, [-1.0 * act for act in acts], reward, **more)
 
 
 TWO_GROUPS = [
-    make_trajectory(0, (5, 6, 7, 8), (0, 0, 1, 1), 1.0),
-    make_trajectory(0, (5, 6, 7, 9, 9, 8), (0, 0, 1, 0, 0, 1), 3.0, step_rewards=((2, 1.0), (5, 2.0))),
-    make_trajectory(1, (4, 7), (0, 1), 2.0, extra_logs={"speed": 4.0}),
-    make_trajectory(1, (4, 7, 8), (0, 1, 1), 2.0, truncated=True, extra_logs={"speed": 5.0}),
+    sample(0, (5, 6, 7, 8), (0, 0, 1, 1), 1.0),
+    sample(0, (5, 6, 7, 9, 9, 8), (0, 0, 1, 0, 0, 1), 3.0, step_rewards=((2, 1.0), (5, 2.0))),
+    sample(1, (4, 7), (0, 1), 2.0, extra_logs={"speed": 4.0}),
+    sample(1, (4, 7, 8), (0, 1, 1), 2.0, truncated=True, extra_logs={"speed": 5.0}),
 ]
 PPO = replace_flags(RLConfig(), lambd=0.5, no_advantage_std_norm=True)
 GRPO = replace_flags(PPO, advantage_estimator="group_norm", lambd=1.0, use_kl_loss=True)
@@ -149,8 +148,8 @@ def test_step_rewards_are_at_the_ends_of_their_turns():
 # A group of two samples scored by a process reward model, which finds two steps in the first and one in the second;
 # each step ends at a token 7. The score is the minimum over the steps.
 REASONED = [
-    make_trajectory(0, (5, 8, 7, 8, 7, 8), (0, 1, 1, 1, 1, 1), NAN),
-    make_trajectory(0, (5, 7, 8), (0, 1, 1), NAN),
+    sample(0, (5, 8, 7, 8, 7, 8), (0, 1, 1, 1, 1, 1), NAN),
+    sample(0, (5, 7, 8), (0, 1, 1), NAN),
 ]
 STEPS = [((2, 0.5), (4, 1.0)), ((1, 0.0),)]
 PROCESS = ModelRewards(torch.tensor([0.5, 0.0]), None, STEPS)

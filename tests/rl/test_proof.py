@@ -12,7 +12,8 @@ from openrlhf.errors import RolloutError
 from openrlhf.rl.proof import PROBE_TOKENS, GapWatch
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import BatchScores
-from openrlhf.types import Completion, Prompt, Trajectory
+from openrlhf.types import Completion, Prompt
+from tests.samples import make_trajectory
 
 PADDED, PACKED = Layout(packing=False, pad_id=0), Layout(packing=True, pad_id=0)
 MOVED = {"actor_lr": 0.1, "actor_grad_norm": 1.0}
@@ -44,7 +45,7 @@ class Console:
 def sample(log_prob, version=0, index=0, length=2):
     mask, log_probs = (False, *(True,) * length), (0.0, *(log_prob,) * length)
     ids = (1, *(2,) * length)
-    return Trajectory(Prompt(index, f"prompt {index}", (1,)), ids, mask, log_probs, 0.0, 0.0, False, version)
+    return make_trajectory(Prompt(index, f"prompt {index}", (1,)), ids, mask, log_probs, version=version)
 
 
 def make_check(trainer=None, layout=PADDED, size=8, **settings):
@@ -80,7 +81,7 @@ def test_too_large_a_difference_is_an_error_that_names_the_sample():
 def test_a_gap_in_later_turns_alone_is_one_of_tokenisation():
     """The trainer sees the same first turn, and another history before the second."""
     mask, log_probs = (False, True, True, False, True, True), (0.0, -1.0, -1.0, 0.0, -1.5, -0.4)
-    item = Trajectory(Prompt(0, "prompt", (1,)), (1, 2, 2, 3, 2, 2), mask, log_probs, 0.0, 0.0, False, 0)
+    item = make_trajectory(Prompt(0, "prompt", (1,)), (1, 2, 2, 3, 2, 2), mask, log_probs)
     with pytest.raises(RolloutError, match="Likely cause: tokenisation: first turns agree and later turns do not"):
         run_check(make_check(), item, item)
 
@@ -149,7 +150,7 @@ class Engine:
         await asyncio.sleep(self.seconds)
         rooms = [min(PROBE_TOKENS, 64 - len(request.prompt_token_ids)) for request in requests]
         assert [request.params.max_tokens for request in requests] == rooms
-        return [Completion((2, 2), (self.log_prob,) * 2, "..", "length", self.version) for _ in requests]
+        return [Completion.of((2, 2), (self.log_prob,) * 2, "..", "length", self.version) for _ in requests]
 
 
 FLAGS = RolloutFlags(max_len=64)

@@ -12,19 +12,21 @@ import torch
 
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.data.collate import Layout
+from openrlhf.rl import record
 from openrlhf.rl.experience import Experience
-from openrlhf.rl.record import Recorder, Replay, plain, read_queue, trajectory, write_queue
+from openrlhf.rl.record import Recorder, Replay, read_queue, trajectory, write_queue
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.rl.samples import RolloutTokens
 from openrlhf.training.disk_space import GIB
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Prompt
+from tests.samples import make_trajectory, plain
 
 THIRD = float(np.float32(1 / 3))
-ITEM = Trajectory(
-    prompt=Prompt(7, "say é", (1, 2), label={"answer": [1, 2]}, datasource="words"),
-    input_ids=(1, 2, 3, 4, 5),
-    action_mask=(False, False, True, False, True),
-    rollout_log_probs=(0.0, 0.0, -THIRD, 0.0, -1e-9),
+ITEM = make_trajectory(
+    Prompt(7, "say é", (1, 2), label={"answer": [1, 2]}, datasource="words"),
+    ids=(1, 2, 3, 4, 5),
+    mask=(False, False, True, False, True),
+    log_probs=(0.0, 0.0, -THIRD, 0.0, -1e-9),
     reward=0.1,
     score=THIRD,
     truncated=True,
@@ -52,7 +54,7 @@ def experience(*items):
 
 
 def test_a_trajectory_is_restored():
-    assert trajectory(json.loads(json.dumps(plain(ITEM)))) == ITEM
+    assert plain(trajectory(json.loads(json.dumps(record.plain(ITEM))))) == plain(ITEM)
 
 
 def test_the_queue_is_restored(tmp_path):
@@ -62,7 +64,7 @@ def test_the_queue_is_restored(tmp_path):
         Rollout(5, 3, [], 9, 9),
     ]
     write_queue(tmp_path / "queue.jsonl", queue)
-    assert list(read_queue(tmp_path / "queue.jsonl")) == queue
+    assert plain(list(read_queue(tmp_path / "queue.jsonl"))) == plain(queue)
     write_queue(tmp_path / "queue.jsonl", [Rollout(0, 0, [unscored], 0, 1)])
     (back,) = read_queue(tmp_path / "queue.jsonl")
     assert math.isnan(back.trajectories[0].reward)
@@ -81,7 +83,7 @@ def test_recorded_samples_can_be_replayed(tmp_path):
     replay = Replay(tmp_path / "rollouts")
     assert len(replay) == 2
     first, second = (asyncio.run(replay.take(number, number)) for number in (0, 1))
-    assert first.trajectories == [ITEM]
+    assert plain(first.trajectories) == plain([ITEM])
     assert [item.version for item in second.trajectories] == [4, 4]
     assert (second.number, second.version, second.next_place) == (1, 4, 2)
 

@@ -37,7 +37,7 @@ class StandInEngine:
                     await self._wait()
                 case 6:
                     return [lambda: None]
-        return [Completion(request.prompt_token_ids, (), str(self.number), "stop", 0) for request in requests]
+        return [Completion.of(request.prompt_token_ids, (), str(self.number), "stop", 0) for request in requests]
 
     async def _wait(self):
         try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from openrlhf.agents.trajectory import join_turn
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network
@@ -17,7 +18,7 @@ from openrlhf.models.plain import checkpoint_weights, plain_copy
 from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
+from openrlhf.types import Prompt, Request, SamplingParams
 from tests.commands import command_environ
 from tests.tiny import CONFIGS, make_model
 from tests.warm import warm_python
@@ -37,7 +38,7 @@ def requests(tokenizer, **params):
 
 
 def said(completions):
-    return [completion.token_ids for completion in completions]
+    return [completion.token_ids.tolist() for completion in completions]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -54,17 +55,16 @@ def test_greedy_tokens_equal_those_of_generate(max_rows, penalty, network, token
             do_sample=False,
             repetition_penalty=penalty,
         )
-        assert completion.token_ids == tuple(whole[0, ids.shape[1] :].tolist())
-        assert completion.log_probs == (0.0,) * len(completion.token_ids)
-        assert completion.text == tokenizer.decode(list(completion.token_ids))
+        assert completion.token_ids.tolist() == whole[0, ids.shape[1] :].tolist()
+        assert completion.log_probs.tolist() == [0.0] * len(completion.token_ids)
+        assert completion.text == tokenizer.decode(completion.token_ids.tolist())
 
 
 def assert_trainable(network, asked, made, temperature=1.0):
     """Check the engine's log-probs against a forward pass over the whole sequence."""
     for request, completion in zip(asked, made, strict=True):
-        prompt, answer = request.prompt_token_ids, completion.token_ids
-        mask = (False,) * len(prompt) + (True,) * len(answer)
-        item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
+        prompt = request.prompt_token_ids
+        item = join_turn(Prompt(0, "", prompt), completion, 1000)
         batch = batch_trajectories([item], Layout(packing=False, pad_id=0))
         found = network(batch, LogProbs, temperature=temperature).log_probs[0, len(prompt) :]
         assert completion.log_probs == pytest.approx(found.tolist(), abs=1e-5)
@@ -104,7 +104,7 @@ def test_each_seed_has_its_own_random_stream(network, tokenizer):
         [replace(asked[0], params=replace(asked[0].params, seed=seed)) for seed in (1, 2, 1)]
     )
     assert first == third
-    assert first.token_ids != second.token_ids
+    assert first.token_ids.tolist() != second.token_ids.tolist()
 
 
 def test_on_done_is_called_once_per_request(network, tokenizer):
@@ -151,21 +151,21 @@ def answer(network, tokenizer, **params):
 def test_max_tokens_limits_a_completion(network, tokenizer):
     with_limit, longer = answer(network, tokenizer, max_tokens=4), answer(network, tokenizer, max_tokens=6)
     assert with_limit.finish_reason == "length"
-    assert with_limit.token_ids == longer.token_ids[:4]
+    assert with_limit.token_ids.tolist() == longer.token_ids.tolist()[:4]
 
 
 def test_stop_tokens_and_strings_end_a_completion_and_are_included(network, tokenizer):
     whole = answer(network, tokenizer, temperature=0.5)
-    fifth = whole.token_ids[4]
-    end = whole.token_ids.index(fifth) + 1
+    fifth = int(whole.token_ids[4])
+    end = whole.token_ids.tolist().index(fifth) + 1
     by_token = answer(network, tokenizer, temperature=0.5, stop_token_ids=(fifth,))
-    assert by_token.token_ids == whole.token_ids[:end]
+    assert by_token.token_ids.tolist() == whole.token_ids.tolist()[:end]
     assert by_token.finish_reason == "stop"
-    text = tokenizer.decode(list(whole.token_ids[3:6]))
+    text = tokenizer.decode(whole.token_ids[3:6].tolist())
     by_text = answer(network, tokenizer, temperature=0.5, stop=("never said", text))
     assert by_text.text.endswith(text)
     assert by_text.finish_reason == "stop"
-    assert by_text.token_ids == whole.token_ids[: len(by_text.token_ids)]
+    assert by_text.token_ids.tolist() == whole.token_ids[: len(by_text.token_ids)].tolist()
 
 
 def test_eos_ends_a_completion_but_not_before_min_tokens(network, tokenizer):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from openrlhf.agents.trajectory import join_turn
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout, collate
 from openrlhf.errors import EngineError, RolloutError
@@ -17,8 +18,9 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sampling import SamplingState, truncate
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
-from openrlhf.types import Prompt, Request, SamplingParams, TokenRow, Trajectory
+from openrlhf.types import Prompt, Request, SamplingParams, TokenRow
 from tests.rollout.vllm_engines import ATTENTION, LONG, LONGEST, SHORT, begun, build
+from tests.samples import plain
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.slow(seconds=2)
@@ -76,14 +78,18 @@ def other(network, factor=1.5):
 
 
 def said(completions):
-    return [completion.token_ids for completion in completions]
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+def tokens_of(completion):
+    """Return the tokens as a column, [tokens, 1]."""
+    return torch.tensor(completion.token_ids, dtype=torch.long)[:, None]
 
 
 def log_probs(network, request, completion, temperature=1.0):
     """Return the log-probs that training computes for a completion."""
-    prompt, answer = request.prompt_token_ids, completion.token_ids
-    mask = (False,) * len(prompt) + (True,) * len(answer)
-    item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
+    prompt = request.prompt_token_ids
+    item = join_turn(Prompt(0, "", prompt), completion, 1000)
     batch = batch_trajectories([item], Layout(packing=False, pad_id=0))
     with torch.no_grad():
         return network(batch, LogProbs, temperature=temperature).log_probs[0, len(prompt) :].tolist()
@@ -94,25 +100,27 @@ def test_greedy_tokens_equal_those_of_the_transformers_engine(penalty, engine, n
     asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
     made = asyncio.run(engine.generate(asked))
     expected = HFEngine(network, tokenizer).complete(asked)
-    assert [replace(one, version=0) for one in made] == expected  # earlier tests may have loaded other versions
+    assert said(made) == said(expected)
+    assert [one.log_probs.tolist() for one in made] == [one.log_probs.tolist() for one in expected]
+    assert [(one.text, one.finish_reason) for one in made] == [(one.text, one.finish_reason) for one in expected]
 
 
 def test_log_probs_are_those_that_training_computes(engine, network, tokenizer):
     asked = requests(tokenizer, temperature=0.7)
     for request, completion in zip(asked, asyncio.run(engine.generate(asked)), strict=True):
         assert completion.log_probs == pytest.approx(log_probs(network, request, completion, 0.7), abs=1e-4)
-        assert completion.text == tokenizer.decode(list(completion.token_ids))
+        assert completion.text == tokenizer.decode(completion.token_ids.tolist())
 
 
 @pytest.mark.parametrize("limit", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.8}], ids=str)
 def test_log_probs_are_those_of_the_truncated_distribution(limit, engine, network, tokenizer):
     asked = requests(tokenizer, temperature=1.3, max_tokens=6, **limit)
     for request, completion in zip(asked, asyncio.run(engine.generate(asked)), strict=True):
-        ids = torch.tensor([request.prompt_token_ids + completion.token_ids])
+        ids = torch.tensor([[*request.prompt_token_ids, *completion.token_ids.tolist()]])
         with torch.no_grad():
             logits = network.decoder(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
         state = SamplingState.of([request.params] * len(logits), logits.shape[-1], logits.device)
-        expected = truncate((logits / 1.3).log_softmax(-1), state).gather(1, torch.tensor([completion.token_ids]).T)
+        expected = truncate((logits / 1.3).log_softmax(-1), state).gather(1, tokens_of(completion))
         assert completion.log_probs == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
 
 
@@ -120,8 +128,8 @@ def test_each_seed_has_its_own_random_stream(engine, tokenizer):
     base = requests(tokenizer, max_tokens=12)[1]
     asked = [replace(base, params=replace(base.params, seed=seed)) for seed in (1, 2, 1)]
     first, second, third = asyncio.run(engine.generate(asked))
-    assert first.token_ids == third.token_ids
-    assert first.token_ids != second.token_ids
+    assert first.token_ids.tolist() == third.token_ids.tolist()
+    assert first.token_ids.tolist() != second.token_ids.tolist()
 
 
 def answer(engine, tokenizer, **params):
@@ -133,20 +141,21 @@ def answer(engine, tokenizer, **params):
 def test_max_tokens_limits_a_completion(engine, tokenizer):
     with_limit, longer = answer(engine, tokenizer, max_tokens=4), answer(engine, tokenizer, max_tokens=6)
     assert with_limit.finish_reason == "length"
-    assert with_limit.token_ids == longer.token_ids[:4]
+    assert with_limit.token_ids.tolist() == longer.token_ids.tolist()[:4]
 
 
 def test_stop_tokens_and_strings_end_a_completion_and_are_included(engine, tokenizer):
     whole = answer(engine, tokenizer)
-    fifth = whole.token_ids[4]
+    ids = whole.token_ids.tolist()
+    fifth = ids[4]
     by_token = answer(engine, tokenizer, stop_token_ids=(fifth,))
-    assert by_token.token_ids == whole.token_ids[: whole.token_ids.index(fifth) + 1]
+    assert by_token.token_ids.tolist() == ids[: ids.index(fifth) + 1]
     assert by_token.finish_reason == "stop"
-    text = tokenizer.decode(list(whole.token_ids[3:6]))
+    text = tokenizer.decode(ids[3:6])
     by_text = answer(engine, tokenizer, stop=("never said", text))
     assert by_text.text.endswith(text)
     assert by_text.finish_reason == "stop"
-    assert by_text.token_ids == whole.token_ids[: len(by_text.token_ids)]
+    assert by_text.token_ids.tolist() == ids[: len(by_text.token_ids)]
     assert len(by_text.log_probs) == len(by_text.token_ids)
 
 
@@ -221,7 +230,7 @@ def test_concurrent_callers_get_the_same_completions(engine, tokenizer):
     async def one_by_one():
         return await asyncio.gather(*(engine.generate([request]) for request in asked))
 
-    assert [made for (made,) in asyncio.run(one_by_one())] == asyncio.run(engine.generate(asked))
+    assert plain([made for (made,) in asyncio.run(one_by_one())]) == plain(asyncio.run(engine.generate(asked)))
 
 
 def test_cancelling_a_call_withdraws_its_requests(engine):
@@ -254,14 +263,16 @@ def test_a_paused_request_continues_with_new_weights(engine, network, folder, to
     changed = follows_old.index(False)
     assert 3 <= changed < len(old)
     assert made.log_probs[changed:] == pytest.approx(new[changed:], abs=1e-4)
+    assert made.token_versions.tolist() == [0] * changed + [5] * (len(old) - changed)
+    assert set(later.token_versions.tolist()) == {5}
 
 
 def without_end(decoder, completion, tokenizer):
     """Return log-probs of the long request's tokens, with the end token forbidden."""
     with torch.no_grad():
-        logits = decoder(torch.tensor([LONG.prompt_token_ids + completion.token_ids])).logits[0, 2:-1]
+        logits = decoder(torch.tensor([[*LONG.prompt_token_ids, *completion.token_ids.tolist()]])).logits[0, 2:-1]
     logits[:, tokenizer.eos_token_id] = -torch.inf
-    return logits.log_softmax(-1).gather(1, torch.tensor([completion.token_ids]).T)[:, 0].tolist()
+    return logits.log_softmax(-1).gather(1, tokens_of(completion))[:, 0].tolist()
 
 
 @pytest.mark.parametrize("paused", [False, True])

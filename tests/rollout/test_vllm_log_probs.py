@@ -25,6 +25,6 @@ def test_truncated_samples_have_log_probs_of_the_whole_distribution(tmp_path, to
     model = AutoModelForCausalLM.from_pretrained(folder)
     for prompt, completion in zip(prompts, made, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-        exact = logits.log_softmax(-1).gather(1, torch.tensor([completion.token_ids]).T)[:, 0]
+            logits = model(torch.tensor([[*prompt, *completion.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids, dtype=torch.long)[:, None])[:, 0]
         assert completion.log_probs == pytest.approx(exact.tolist(), abs=1e-4)

@@ -25,7 +25,7 @@ def greedy(folder):
     tokens = list(PROMPT)
     for _ in range(LENGTH):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tuple(tokens[len(PROMPT) :])
+    return tokens[len(PROMPT) :]
 
 
 @pytest.mark.slow(seconds=8)
@@ -40,4 +40,4 @@ def test_vllm_generates_with_the_weights_of_the_revision(tmp_path, monkeypatch):
         (completion,) = asyncio.run(engine.generate([Request(PROMPT, params)]))
     finally:
         asyncio.run(engine.close())
-    assert completion.token_ids == greedy(first) != greedy(second)
+    assert completion.token_ids.tolist() == greedy(first) != greedy(second)

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoModelForCausalLM
 
+from openrlhf.agents.trajectory import join_turn
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.rl.samples import batch_trajectories
-from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
+from openrlhf.types import Prompt, Request, SamplingParams
 from tests.rollout.vllm_engines import build
 from tests.tiny import make_model
 
@@ -44,12 +45,8 @@ def gap(engine, network, tokenizer):
         for seed, text in enumerate(("a", "the cat", "1+1=", "x" * 20))
     ]
     made = asyncio.run(engine.generate(asked))
-    items = []
-    for request, completion in zip(asked, made, strict=True):
-        prompt, answer = request.prompt_token_ids, completion.token_ids
-        mask = (False,) * len(prompt) + (True,) * len(answer)
-        log_probs = (0.0,) * len(prompt) + completion.log_probs
-        items.append(Trajectory(Prompt(0, "", prompt), prompt + answer, mask, log_probs, 0.0, 0.0, False, 0))
+    pairs = zip(asked, made, strict=True)
+    items = [join_turn(Prompt(0, "", request.prompt_token_ids), completion, 1000) for request, completion in pairs]
     batch = batch_trajectories(items, Layout(packing=False, pad_id=0))
     with torch.no_grad():
         trained = network(batch, LogProbs).log_probs

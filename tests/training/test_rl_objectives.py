@@ -17,7 +17,8 @@ from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Prompt
+from tests.samples import make_trajectory
 from tests.tiny import make_model
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def samples():
         if length == 12:
             mask[5:8] = False
         ids = tuple(rng.integers(2, 60, length).tolist())
-        items.append(Trajectory(Prompt(0, "", ids[:2]), ids, tuple(mask.tolist()), (), 0.0, 0.0, False, 0))
+        items.append(make_trajectory(Prompt(0, "", ids[:2]), ids, mask))
         own = {name: rng.normal(size=length) for name in ("advantages", "returns", "old_values")}
         for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
             own[name] = -4.4 + 0.3 * rng.normal(size=length)

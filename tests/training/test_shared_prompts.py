@@ -18,7 +18,8 @@ from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import DirectPreference, PairwiseReward, Step, UnpairedPreference
 from openrlhf.training.order import micro_batches
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
-from openrlhf.types import LabelledRow, PairRow, Prompt, TokenRow, Trajectory
+from openrlhf.types import LabelledRow, PairRow, Prompt, TokenRow
+from tests.samples import make_trajectory
 from tests.tiny import make_model
 
 CPU = torch.device("cpu")
@@ -64,12 +65,7 @@ def labelled():
 def rollout_batches():
     """The micro-batches of a rollout with all that the policy and value objectives need."""
     random = np.random.default_rng(1)
-    items = [
-        Trajectory(
-            Prompt(0, "", ()), tuple(row.input_ids.tolist()), tuple(row.target_mask.tolist()), (), 0.0, 0.0, False, 0
-        )
-        for row in make_rows()
-    ]
+    items = [make_trajectory(Prompt(0, "", ()), row.input_ids, row.target_mask) for row in make_rows()]
     names = ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs", "rollout_log_probs")
     given = {
         name: stack([random.normal(-2.0, 0.3, len(item.input_ids)).tolist() for item in items], torch.float32)
