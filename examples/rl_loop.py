@@ -40,7 +40,7 @@ from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout, pad
 from openrlhf.models.forward import Network
-from openrlhf.rl.samples import RolloutTokens, stack
+from openrlhf.rl.samples import RolloutTokens
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
@@ -142,15 +142,15 @@ def make_batches(
     trajectories: list[Trajectory], advantages: Tensor, pad_id: int, micro_batch: int
 ) -> list[PolicyBatch]:
     """Lay out samples as padded tensors, `micro_batch` samples in each."""
-    tokens = RolloutTokens.of(trajectories, Layout(packing=False, pad_id=pad_id))  # all samples, [samples, tokens]
-    log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)  # [samples, tokens]
-    per_token = advantages[:, None].expand_as(log_probs)  # [samples, tokens]
+    tokens = RolloutTokens.of(trajectories, Layout(packing=False, pad_id=pad_id))
+    log_probs = tokens.join(item.rollout_log_probs for item in trajectories)  # [tokens] of all samples
+    per_token = advantages.repeat_interleave(torch.from_numpy(tokens.lengths))  # [tokens] of all samples
     batches = []
     for start in range(0, len(trajectories), micro_batch):
         part = range(start, min(start + micro_batch, len(trajectories)))
         batches.append(
-            PolicyBatch(
-                **vars(tokens.batch(part)),
+            tokens.batch(part).as_kind(
+                PolicyBatch,
                 advantages=tokens.lay_out(per_token, part),
                 rollout_log_probs=tokens.lay_out(log_probs, part),
                 old_log_probs=tokens.lay_out(log_probs, part),

@@ -18,7 +18,7 @@ The same holds for each sequence of a packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
@@ -115,8 +115,14 @@ def tensors_on(data: object, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of a dataclass on `device`, by field; transfers are asynchronous if memory is pinned."""
     from torch import Tensor
 
-    tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    found = {name: value for name in field_names(data) if isinstance(value := vars(data)[name], Tensor)}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
+
+
+def field_names(data: object) -> list[str]:
+    """Return the names of a dataclass's fields, without what it derives from them."""
+    assert is_dataclass(data)
+    return [item.name for item in fields(data)]
 
 
 Kind = TypeVar("Kind", bound="Batch")
@@ -126,18 +132,42 @@ Kind = TypeVar("Kind", bound="Batch")
 class Batch:
     """Several sequences as tensors, padded to one length or packed into a single row.
 
-    `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts at 0 for each sequence.
-    A filler is a copy of another batch for a rank with fewer micro-batches than the others. It is computed, because
-    sharded models run on all ranks together, but its results are ignored.
+    Positions and numbers of the sequences follow from their lengths, so that a batch that is sent to another process
+    carries only ids, masks and values. A filler is a copy of another batch for a rank with fewer micro-batches than the
+    others. It is computed, because sharded models run on all ranks together, but its results are ignored.
     """
 
-    input_ids: Tensor  # [rows, tokens]
-    position_ids: Tensor  # [rows, tokens]
-    sequence_ids: Tensor  # [rows, tokens]
+    input_ids: Tensor  # [rows, tokens]; 64 bits on a device, 32 bits suffice before
+    lengths: Tensor  # [sequences]
     target_mask: Tensor  # [rows, tokens] bool
-    num_sequences: int
     filler: bool = False
     prefixes: SharedPrefixes | None = None  # if sequences share prefixes; networks may compute each of them once
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """The place of each token in its sequence, from 0; 0 on padding: [rows, tokens]."""
+        import torch
+
+        places = torch.arange(self.input_ids.shape[1], device=self.lengths.device)
+        if len(self.input_ids) == self.num_sequences:  # padded
+            return torch.where(places < self.lengths[:, None], places, 0)
+        starts = self.lengths.cumsum(0) - self.lengths
+        return (places - starts.repeat_interleave(self.lengths, output_size=len(places)))[None]
+
+    @cached_property
+    def sequence_ids(self) -> Tensor:
+        """The number of each token's sequence, from 0; -1 on padding: [rows, tokens]."""
+        import torch
+
+        numbers, count = torch.arange(self.num_sequences, device=self.lengths.device), self.input_ids.shape[1]
+        if len(self.input_ids) == self.num_sequences:  # padded
+            places = torch.arange(count, device=self.lengths.device)
+            return torch.where(places < self.lengths[:, None], numbers[:, None], -1)
+        return numbers.repeat_interleave(self.lengths, output_size=count)[None]
 
     @cached_property
     def places(self) -> TokenPlaces:
@@ -159,18 +189,24 @@ class Batch:
 
     def as_kind(self, kind: type[Kind], **more: object) -> Kind:
         """Return this batch as a kind of batch with `more` fields."""
-        given: dict[str, Any] = {item.name: vars(self)[item.name] for item in fields(self)} | more
+        names = field_names(self)
+        given: dict[str, Any] = {name: vars(self)[name] for name in names} | more
         made = kind(**given)
-        if "places" in vars(self):
-            vars(made)["places"] = self.places
+        vars(made).update({name: value for name, value in vars(self).items() if name not in names})  # derived already
         return made
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on `device`."""
         prefixes = None if self.prefixes is None else self.prefixes.to(device)
-        moved = replace(self, prefixes=prefixes, **tensors_on(self, device))
-        vars(moved)["places"] = self.places.to(device)
+        tensors = tensors_on(self, device)
+        moved = replace(self, prefixes=prefixes, **tensors | {"input_ids": tensors["input_ids"].long()})
+        derived = {name: getattr(self, name).to(device, non_blocking=True) for name in ("position_ids", "sequence_ids")}
+        vars(moved).update(derived, places=self.places.to(device))
         return moved
+
+    def __getstate__(self) -> dict[str, object]:
+        """Pickle the fields only; the receiver derives the rest."""
+        return {name: vars(self)[name] for name in field_names(self)}
 
 
 @dataclass(frozen=True, kw_only=True)

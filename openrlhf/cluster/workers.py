@@ -63,7 +63,7 @@ class WorkerGroup:
         """
         import ray
 
-        references = [ray.put(share) for share in shares]
+        references = [await asyncio.to_thread(ray.put, share) for share in shares]  # copies all tokens
         calls = (
             process.call(ModelWorker.apply, method, references[position.rank], *arguments)
             for process, position in zip(self.processes, self.positions, strict=True)
@@ -183,8 +183,7 @@ def share_out(batches: Sequence[B], ranks: int) -> tuple[list[list[int]], list[l
 
     The ranks of a sharded model wait for each other, so shorter shares are padded with filler batches.
     """
-    tokens = (batch.sequence_ids >= 0 if batch.prefixes is None else batch.prefixes.kept >= 0 for batch in batches)
-    sizes = [int(computed.sum()) for computed in tokens]
+    sizes = [int(batch.lengths.sum()) if batch.prefixes is None else len(batch.prefixes.kept) for batch in batches]
     places = interleave(sizes, ranks)
     longest = max(map(len, places))
     smallest = batches[min(range(len(batches)), key=lambda place: sizes[place])]

@@ -45,17 +45,14 @@ class Layout:
 
     def batch(self, rows: Sequence[TokenRow]) -> Batch:
         """Build a Batch with one sequence per item of `rows`; positions restart at 0 in each sequence."""
-        positions = [np.arange(len(row.input_ids)) for row in rows]  # [tokens] each
-        numbers = [np.full_like(place, number) for number, place in enumerate(positions)]  # [tokens] each
-        # The first token of a sequence is never predicted.
-        masks = [row.target_mask & (place > 0) for row, place in zip(rows, positions, strict=True)]
+        sequences, masks = [row.input_ids for row in rows], [row.target_mask.copy() for row in rows]
+        for mask in masks:
+            mask[:1] = False  # the first token of a sequence is never predicted
         return Batch(
-            input_ids=self.combine([row.input_ids for row in rows], self.pad_id).long(),
-            position_ids=self.combine(positions, 0),
-            sequence_ids=self.combine(numbers, -1),
+            input_ids=self.combine(sequences, self.pad_id).long(),
+            lengths=torch.tensor([len(sequence) for sequence in sequences]),
             target_mask=self.combine(masks, False),
-            num_sequences=len(rows),
-            prefixes=find_prefixes([row.input_ids for row in rows]) if self.sharing else None,
+            prefixes=find_prefixes(sequences) if self.sharing else None,
         )
 
 

@@ -282,7 +282,7 @@ class Network(nn.Module):
         if issubclass(kind, TargetLogits):
             return {"logits": head(hidden).float()}
         places = batch.places.targets[held]
-        targets = batch.input_ids.flatten()[places]  # [targets here]
+        targets = batch.input_ids.flatten()[places].long()  # [targets here]
         if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
             temperature = temperature.to(targets.device).flatten()[places]
         if issubclass(kind, LogProbsAndEntropy):

@@ -237,7 +237,7 @@ class Controller:
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
         """Take the optimizer steps of a rollout; return the mean of each metric (for NOT_AVERAGED, the last value)."""
-        flags, batching, version = self.config.batches, self.training, self.state.version
+        flags, version = self.config.batches, self.state.version
         # The samples of each step, shuffled in every epoch; the last step of an epoch may have fewer.
         count, size = len(experience.trajectories), flags.train_batch_size
         steps: list[list[int]] = []
@@ -246,9 +246,9 @@ class Controller:
             steps += [order[place : place + size] for place in range(0, count, size)]
         found: list[dict[str, float]] = []
         for number, samples in enumerate(steps):
-            parts = batching.cut(experience.tokens.sequences(samples))
+            micro_batches = await asyncio.to_thread(experience.micro_batches, samples, self.training)
             metrics = await self.workers.train(
-                [experience.batch([samples[place] for place in part]) for part in parts],
+                micro_batches,
                 kl_coef=self.state.kl.coef,
                 progress=self._progress(rollout, number / len(steps)),
                 train_policy=version + 1 > self.config.policy.freezing_actor_steps,

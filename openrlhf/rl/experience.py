@@ -1,12 +1,13 @@
 """Compute advantages from trajectories, step by step: rewards, penalties, shaping, KL, advantages.
 
 The controller calls `make_experience` once per rollout. The models score the trajectories in micro-batches; all later
-computations use tensors of the whole rollout, [samples, tokens], padded on the right. The formulas are in
-`openrlhf.algo`.
+computations use tensors [tokens] of the whole rollout. Formulas over time, which `openrlhf.algo` computes on padded
+rows, get a few samples of similar length at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,16 +22,16 @@ from openrlhf.algo.kl import kl_penalty
 from openrlhf.algo.reduce import masked
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import old_log_probs_are_the_engines, scores_policy
-from openrlhf.config.sections.algorithm import Estimator
+from openrlhf.config.sections.algorithm import AdvantageFlags, Estimator
 from openrlhf.config.sections.rl import RewardFlags
-from openrlhf.rl.samples import Batching, RolloutTokens, stack
-from openrlhf.rl.workers import Workers, merge_steps
-from openrlhf.types import PolicyBatch, Trajectory
+from openrlhf.rl.samples import Batching, RolloutTokens
+from openrlhf.rl.workers import BatchScores, Workers, merge_steps
+from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """A rollout that is ready for training; tensors are [samples, tokens]. For the fields, see `PolicyBatch`."""
+    """A rollout that is ready for training; tensors are [tokens] over all samples; see `PolicyBatch`."""
 
     trajectories: list[Trajectory]
     tokens: RolloutTokens
@@ -59,50 +60,67 @@ class Experience:
             returns=lay_out(self.returns),
         )
 
+    def micro_batches(self, samples: Sequence[int], batching: Batching) -> list[PolicyBatch]:
+        """Make the micro-batches of an optimizer step on the given samples."""
+        parts = batching.cut(self.tokens.sequences(samples))
+        return [self.batch([samples[place] for place in part]) for part in parts]
+
 
 async def make_experience(
     trajectories: Sequence[Trajectory], workers: Workers, batching: Batching, config: RLConfig, kl_coef: float
 ) -> Experience:
-    """Score a rollout and turn its rewards into advantages."""
-    flags, advantage = config.rewards, config.advantage
-    estimator, clip_range = advantage.advantage_estimator, flags.reward_clip_range
-    trajectories = await with_model_rewards(trajectories, workers, each_step=flags.step_rewards)
+    """Score a rollout and turn its rewards into advantages; tensors are computed in a thread, so no agent waits."""
+    rewarded = await with_model_rewards(trajectories, workers, each_step=config.rewards.step_rewards)
 
-    # Score micro-batches, and combine the results into tensors [samples, tokens]; None if a model is absent.
-    tokens = RolloutTokens.of(trajectories, batching.layout)
-    parts = batching.cut(tokens.sequences(range(len(trajectories))))
-    scored = await workers.score([tokens.batch(part) for part in parts], log_probs=scores_policy(config))
+    def lay_out() -> tuple[RolloutTokens, list[list[int]], list[RolloutBatch]]:
+        tokens = RolloutTokens.of(rewarded, batching.layout)
+        parts = batching.cut(tokens.sequences(range(len(rewarded))))
+        return tokens, parts, [tokens.batch(part) for part in parts]
+
+    tokens, parts, batches = await asyncio.to_thread(lay_out)
+    scored = await workers.score(batches, log_probs=scores_policy(config))
+    del batches
+    return await asyncio.to_thread(compute_experience, rewarded, tokens, parts, scored, config, kl_coef)
+
+
+def compute_experience(
+    trajectories: list[Trajectory],
+    tokens: RolloutTokens,
+    parts: Sequence[Sequence[int]],
+    scored: BatchScores,
+    config: RLConfig,
+    kl_coef: float,
+) -> Experience:
+    """Turn the rewards of a rollout into advantages; `scored` are the scores of its micro-batches `parts`."""
+    flags = config.rewards
+    # Values [tokens] of all samples, like all tensors below unless stated otherwise; None if a model is absent.
     log_probs, reference_log_probs, values = (
         None if tensors is None else tokens.restore(parts, tensors)
         for tensors in (scored.log_probs, scored.reference_log_probs, scored.values)
     )
-    rollout_log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)
-    mask = tokens.action_mask  # [samples, tokens]
+    rollout_log_probs = tokens.join(item.rollout_log_probs for item in trajectories)
+    mask = tokens.action_mask
 
-    # The KL [samples, tokens] to the reference, from the log-probs of the policy or, if it did not score, the engine.
+    # The KL to the reference, from the log-probs of the policy or, if it did not score, the engine.
     kl = None
     if reference_log_probs is not None:
         own = rollout_log_probs if log_probs is None else log_probs
         kl = kl_penalty(own, reference_log_probs, mask, config.kl.kl_estimator)
-    kl_penalised = None if config.kl.use_kl_loss else kl
+    penalty = None if config.kl.use_kl_loss else kl
 
     # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
-    rewards = penalised(trajectories, mask, flags, config.rollout.longest_response)  # [samples]
+    rewards = penalised(tokens, flags, config.rollout.longest_response)  # [samples]
     group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
     if flags.step_rewards:
-        penalties = shaping.spread(torch.zeros_like(rewards), kl_penalised, mask, kl_coef)
-        steps = step_token_rewards(trajectories, rewards, group_ids, mask, estimator, clip_range)
-        token_rewards = penalties + steps  # [samples, tokens]
+        estimator, clip_range = config.advantage.advantage_estimator, flags.reward_clip_range
+        steps = step_token_rewards(tokens, rewards, group_ids, estimator, clip_range)
+        token_rewards = spread_rewards(tokens, torch.zeros_like(rewards), penalty, kl_coef).add_(steps)
     else:
-        shaped = shaping.SHAPING[estimator](rewards, group_ids).clamp(*clip_range)  # [samples]
-        token_rewards = shaping.spread(shaped, kl_penalised, mask, kl_coef)
+        shaped = shaping.SHAPING[config.advantage.advantage_estimator](rewards, group_ids)  # [samples]
+        token_rewards = spread_rewards(tokens, shaped.clamp(*flags.reward_clip_range), penalty, kl_coef)
+    advantages, returns = compute_advantages(tokens, token_rewards, values, config.advantage)
 
-    baseline = torch.zeros_like(token_rewards) if values is None else values  # [samples, tokens]
-    advantages, returns = ADVANTAGES[estimator](token_rewards, baseline, mask, advantage.gamma, advantage.lambd)
-    if estimator in shaping.WHITENED:
-        advantages = normalize(advantages, mask, not advantage.no_advantage_std_norm)
-
-    metrics = rollout_metrics(trajectories, rewards, group_ids, token_rewards, mask)
+    metrics = rollout_metrics(tokens, rewards, group_ids, token_rewards)
     # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
     metrics["rollout/entropy"] = float(-rollout_log_probs[mask].mean())
     if kl is not None:
@@ -121,6 +139,34 @@ async def make_experience(
         metrics=metrics,
         kl=metrics.get("kl"),
     )
+
+
+def spread_rewards(tokens: RolloutTokens, rewards: Tensor, kl: Tensor | None, kl_coef: float) -> Tensor:
+    """Assign the rewards [samples] to the last action tokens, and the KL to all; see `shaping.spread`."""
+    spread = torch.empty(len(tokens.action_mask))
+    for samples in tokens.chunks():
+        mask = tokens.pad(tokens.action_mask, samples)  # [samples of the chunk, tokens]
+        own_kl = None if kl is None else tokens.pad(kl, samples)
+        tokens.put_back(shaping.spread(rewards[samples], own_kl, mask, kl_coef), samples, spread)
+    return spread
+
+
+def compute_advantages(
+    tokens: RolloutTokens, token_rewards: Tensor, values: Tensor | None, flags: AdvantageFlags
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns; some estimators whiten the advantages over the whole rollout."""
+    estimate, mask = ADVANTAGES[flags.advantage_estimator], tokens.action_mask
+    advantages, returns = torch.empty_like(token_rewards), torch.empty_like(token_rewards)
+    for samples in tokens.chunks():
+        own_rewards, own_mask = tokens.pad(token_rewards, samples), tokens.pad(mask, samples)
+        baseline = torch.zeros_like(own_rewards) if values is None else tokens.pad(values, samples)
+        own_advantages, own_returns = estimate(own_rewards, baseline, own_mask, flags.gamma, flags.lambd)
+        tokens.put_back(own_advantages, samples, advantages)
+        if values is not None:
+            tokens.put_back(own_returns, samples, returns)
+    if flags.advantage_estimator in shaping.WHITENED:
+        advantages = normalize(advantages, mask, not flags.no_advantage_std_norm)
+    return advantages, returns
 
 
 async def with_model_rewards(
@@ -147,11 +193,15 @@ async def with_model_rewards(
     return rewarded
 
 
-def penalised(trajectories: Sequence[Trajectory], mask: Tensor, flags: RewardFlags, longest_response: int) -> Tensor:
+def penalised(tokens: RolloutTokens, flags: RewardFlags, longest_response: int) -> Tensor:
     """Return the rewards [samples] after penalties for overlong and truncated responses."""
+    trajectories = tokens.trajectories
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if flags.overlong_buffer_len is not None:
-        lengths, penalty = shaping.response_lengths(mask), flags.overlong_penalty_factor
+        lengths = torch.empty(len(rewards), dtype=torch.long)  # [samples]
+        for samples in tokens.chunks():
+            lengths[samples] = shaping.response_lengths(tokens.pad(tokens.action_mask, samples))
+        penalty = flags.overlong_penalty_factor
         rewards = shaping.overlong_penalty(rewards, lengths, longest_response, flags.overlong_buffer_len, penalty)
     if flags.stop_properly_penalty_coef is not None:
         truncated = torch.tensor([item.truncated for item in trajectories])
@@ -160,21 +210,20 @@ def penalised(trajectories: Sequence[Trajectory], mask: Tensor, flags: RewardFla
 
 
 def step_token_rewards(
-    trajectories: Sequence[Trajectory],
+    tokens: RolloutTokens,
     rewards: Tensor,
     group_ids: Tensor,
-    mask: Tensor,
     estimator: Estimator,
     clip_range: tuple[float, float],
 ) -> Tensor:
-    """Return the shaped step rewards [samples, tokens], each at the last token of its step.
+    """Return the shaped step rewards [tokens], each at the last token of its step.
 
     The difference between a sample's reward and the sum of its steps, such as a length penalty, is added to the last
     step; a sample without steps counts as one step. Rewards are compared between the steps of a group, not between
     samples (process supervision, arXiv 2402.03300, section 4.1.3).
     """
     given: list[tuple[int, int, float]] = []  # (sample, token, reward)
-    for row, (item, reward) in enumerate(zip(trajectories, rewards.tolist(), strict=True)):
+    for row, (item, reward) in enumerate(zip(tokens.trajectories, rewards.tolist(), strict=True)):
         steps = item.step_rewards or ((last_action(item), 0.0),)
         rest = reward - math.fsum(value for _, value in steps)
         given += [(row, place, value) for place, value in steps[:-1]]
@@ -183,8 +232,9 @@ def step_token_rewards(
     samples = torch.tensor(rows)  # [steps]
     shaped = shaping.shape_steps(estimator, torch.tensor(values), group_ids[samples], samples)
     clipped = shaped.clamp(*clip_range)
-    placed = torch.zeros(mask.shape).index_put((samples, torch.tensor(places)), clipped, accumulate=True)
-    return masked(placed, mask)
+    indices = torch.from_numpy(tokens.bounds)[samples] + torch.tensor(places)  # [steps]
+    placed = torch.zeros(len(tokens.action_mask)).index_put((indices,), clipped, accumulate=True)
+    return masked(placed, tokens.action_mask)
 
 
 def last_action(item: Trajectory) -> int:
@@ -194,17 +244,17 @@ def last_action(item: Trajectory) -> int:
 
 
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], rewards: Tensor, group_ids: Tensor, token_rewards: Tensor, mask: Tensor
+    tokens: RolloutTokens, rewards: Tensor, group_ids: Tensor, token_rewards: Tensor
 ) -> dict[str, float]:
     """Return the metrics of a rollout to log, including the mean of each entry of the agents' `extra_logs`."""
-    groups = shaping.group_stats(rewards, group_ids)
+    trajectories, groups = tokens.trajectories, shaping.group_stats(rewards, group_ids)
     several = groups.size > 1
     metrics = {
         "reward": float(rewards.mean()),
         "score": float(np.mean([item.score for item in trajectories])),
-        "return": float(token_rewards.sum(1).mean()),
-        "response_length": float(mask.sum(1).float().mean()),
-        "total_length": float(np.mean([len(item.input_ids) for item in trajectories])),
+        "return": float(token_rewards.sum(dtype=torch.float64)) / len(trajectories),
+        "response_length": float(tokens.action_mask.sum()) / len(trajectories),
+        "total_length": float(tokens.lengths.mean()),
         "truncated": float(np.mean([item.truncated for item in trajectories])),
         "rollout/reward_std": float(rewards.double().std(correction=0)),
         "rollout/reward_max": float(rewards.max()),

@@ -88,22 +88,19 @@ class Recorder:
         """Write the file of a step; do nothing if recording is off or has stopped."""
         if not self.folder:
             return
-        tensors = {  # [samples, tokens]
+        tensors = {  # [tokens] over all samples
             "advantages": experience.advantages,
             "old_log_probs": experience.old_log_probs,
             "reference_log_probs": experience.reference_log_probs,
             "old_values": experience.old_values,
             "returns": experience.returns,
         }
+        split = {name: experience.tokens.split(tensor) for name, tensor in tensors.items() if tensor is not None}
         lines = []
         for row, item in enumerate(experience.trajectories):
             if not self._is_chosen(step, item):
                 continue
-            rounded = {
-                name: [round(value, 6) for value in tensor[row, : len(item.input_ids)].tolist()]
-                for name, tensor in tensors.items()
-                if tensor is not None
-            }
+            rounded = {name: [round(value, 6) for value in parts[row].tolist()] for name, parts in split.items()}
             # The numbers of the trajectory itself are not rounded, so that a replay trains on exactly the same values.
             lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": self.response(item)}) + "\n")
         if not lines:  # none of the groups was chosen; a replay cannot train on an empty file

@@ -1,14 +1,13 @@
-"""The samples of a rollout as tensors, and their division into micro-batches.
+"""The samples of a rollout, their values per token, and their division into micro-batches.
 
-`RolloutTokens` holds all tokens of a rollout as one tensor [samples, tokens]. `Batching` divides samples into
-micro-batches, and `RolloutTokens.batch` makes a padded or packed batch of them.
+`RolloutTokens` holds the samples of a rollout. `Batching` divides them into micro-batches, and `RolloutTokens.batch`
+makes a padded or packed batch of them. All functions work on whole arrays: a rollout may have 100 million tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
 from openrlhf.data.shared_prefixes import PrefixGroup, find_prefixes, group_by_prefix
 from openrlhf.types import RolloutBatch, Trajectory
+
+CHUNK_TOKENS = 2**22  # tokens, with padding, for which values are computed at a time
 
 
 @dataclass(frozen=True)
@@ -87,76 +88,95 @@ def _part(group: PrefixGroup, members: list[int], lengths: Sequence[int]) -> Pre
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """The tokens of a rollout, [samples, tokens], padded on the right."""
+    """The samples of a rollout, one after the other.
 
-    input_ids: Tensor
-    action_mask: Tensor  # bool; False at the first token, which is never predicted
-    valid: Tensor  # bool; False on padding
-    temperature_factors: Tensor | None  # None if all tokens were sampled at --temperature
-    packing: bool  # True if batches are packed, False if padded
-    sharing: bool  # True if batches describe the prefixes that their samples share
+    A value for each token, such as an advantage, is a tensor [tokens] over all samples: padding a rollout to its
+    longest sample would multiply its memory. `bounds` says where the samples are.
+    """
+
+    trajectories: Sequence[Trajectory]
+    bounds: NDArray[np.int64]  # [samples + 1]
+    action_mask: Tensor  # [tokens] bool; False at the first token of a sample, which is never predicted
+    layout: Layout
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutTokens:
-        action_mask = stack([item.action_mask for item in trajectories], torch.bool)
-        action_mask[:, 0] = False
-        factors = None
-        if any(item.temperature_factors is not None for item in trajectories):
-            ones = np.ones(max(len(item.input_ids) for item in trajectories), np.float32)
-            own = [
-                ones[: len(item.input_ids)] if item.temperature_factors is None else item.temperature_factors
-                for item in trajectories
-            ]
-            factors = stack(own, torch.float32, fill=1.0)
-        return RolloutTokens(
-            input_ids=stack([item.input_ids for item in trajectories], torch.long, fill=layout.pad_id),
-            action_mask=action_mask,
-            valid=stack([np.ones(len(item.input_ids), np.bool_) for item in trajectories], torch.bool),
-            temperature_factors=factors,
-            packing=layout.packing,
-            sharing=layout.sharing,
-        )
+        bounds = np.cumsum([0, *(len(item.input_ids) for item in trajectories)])
+        mask = np.concatenate([item.action_mask for item in trajectories])
+        mask[bounds[:-1]] = False
+        return RolloutTokens(trajectories, bounds, torch.from_numpy(mask), layout)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sample, [samples]."""
+        return np.diff(self.bounds)
+
+    def join(self, arrays: Iterable[NDArray[np.float32]]) -> Tensor:
+        """Return an array [tokens] of each sample as one tensor."""
+        return torch.from_numpy(np.concatenate(list(arrays)))
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of each sample, as a view."""
+        return values.split(self.lengths.tolist())
+
+    def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
+        """Return the tokens of the given samples."""
+        return [self.trajectories[number].input_ids for number in samples]
 
     def batch(self, samples: Sequence[int]) -> RolloutBatch:
         """Make a batch of the given samples, for scoring."""
-        valid = self.valid[list(samples)]
-        valid = valid[:, valid.any(0)]  # [samples of the batch, longest of them]
-        numbers = torch.arange(len(samples))[:, None].expand_as(valid)
-        positions = torch.arange(valid.shape[1]).expand_as(valid)
-        factors = self.temperature_factors
+        items, sequences = [self.trajectories[number] for number in samples], self.sequences(samples)
+        factors = None
+        if any(item.temperature_factors is not None for item in items):
+            ones = np.ones(max(map(len, sequences)), np.float32)
+            pairs = zip((item.temperature_factors for item in items), sequences, strict=True)
+            own = [ones[: len(ids)] if given is None else given for given, ids in pairs]  # [tokens] each
+            factors = self.layout.combine(own, 1.0)
         return RolloutBatch(
-            input_ids=self.lay_out(self.input_ids, samples),
-            position_ids=positions[valid][None] if self.packing else torch.where(valid, positions, 0),
-            sequence_ids=numbers[valid][None] if self.packing else torch.where(valid, numbers, -1),
+            input_ids=self.layout.combine(sequences, self.layout.pad_id),
+            lengths=torch.from_numpy(self.lengths[list(samples)]),
             target_mask=self.lay_out(self.action_mask, samples),
-            num_sequences=len(samples),
-            prefixes=find_prefixes(self.sequences(samples)) if self.sharing else None,
-            temperature_factors=None if factors is None else self.lay_out(factors, samples),
+            prefixes=find_prefixes(sequences) if self.layout.sharing else None,
+            temperature_factors=factors,
         )
 
-    def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Return the tokens of the given samples, without padding."""
-        ids, lengths = self.input_ids.numpy(), self.valid.sum(1).tolist()
-        return [ids[number, : lengths[number]] for number in samples]
-
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the values [samples, tokens] of the given samples in the layout of a batch, [rows, tokens]."""
-        chosen, valid = values[list(samples)], self.valid[list(samples)]  # [samples of the batch, tokens]
-        return chosen[valid][None] if self.packing else chosen[:, valid.any(0)]
+        """Return the values [tokens] of the given samples in the layout of a batch, [rows, tokens]."""
+        whole, bounds = values.numpy(), self.bounds
+        return self.layout.combine([whole[bounds[number] : bounds[number + 1]] for number in samples], 0)
 
     def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
-        """Undo `lay_out`: return [samples, tokens] from the micro-batches `parts`, zero on padding."""
-        whole = torch.zeros(self.input_ids.shape)
+        """Undo `lay_out`: return the values [tokens] of all samples from those of the micro-batches `parts`."""
+        whole = torch.empty(int(self.bounds[-1]))
         for samples, tensor in zip(parts, tensors, strict=True):
-            valid = self.valid[list(samples)]  # [samples of the batch, tokens]
-            found = tensor[0] if self.packing else tensor[valid[:, : tensor.shape[1]]]  # [valid tokens]
-            whole[list(samples)] = torch.zeros(valid.shape).masked_scatter(valid, found.float().cpu())
+            start = 0  # of a sample in a packed row
+            for row, number in enumerate(samples):
+                first, last = int(self.bounds[number]), int(self.bounds[number + 1])
+                length = last - first
+                whole[first:last] = tensor[0, start : start + length] if self.layout.packing else tensor[row, :length]
+                start += length
         return whole
 
+    def chunks(self) -> Iterator[list[int]]:
+        """Yield all samples in chunks of similar length, so that little of a chunk is padding."""
+        chunk: list[int] = []
+        for number in np.argsort(-self.lengths, kind="stable").tolist():
+            if chunk and (len(chunk) + 1) * int(self.lengths[chunk[0]]) > CHUNK_TOKENS:
+                yield chunk
+                chunk = []
+            chunk.append(number)
+        yield chunk
 
-def stack(rows: Sequence[NDArray[Any]], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
-    """Stack rows of different lengths into [rows, longest], padded on the right."""
-    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=fill)
+    def pad(self, values: Tensor, samples: Sequence[int]) -> Tensor:
+        """Return the values [tokens] of the given samples as [samples, longest of them], zero on padding."""
+        parts = [values[int(self.bounds[number]) : int(self.bounds[number + 1])] for number in samples]
+        return pad_sequence(parts, batch_first=True)
+
+    def put_back(self, padded: Tensor, samples: Sequence[int], values: Tensor) -> None:
+        """Undo `pad`: write [samples, longest of them] into the values [tokens] of all samples."""
+        for row, number in enumerate(samples):
+            first, last = int(self.bounds[number]), int(self.bounds[number + 1])
+            values[first:last] = padded[row, : last - first]
 
 
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutBatch:

@@ -116,16 +116,9 @@ class Uncached:
             decoder = self.network.decoder
             return torch.cat([decoder(input_ids=row[None], use_cache=False).logits[:, -1] for row in rows])
         ids = pad_sequence(rows, batch_first=True)  # [rows, tokens]
-        lengths = torch.tensor([[len(row)] for row in rows], device=device)  # [rows, 1]
-        numbers = torch.arange(len(ids), device=device)[:, None]  # [rows, 1]
-        places = torch.arange(ids.shape[1], device=device)  # [tokens]
-        batch = Batch(
-            input_ids=ids,
-            position_ids=torch.where(places < lengths, places, 0),
-            sequence_ids=torch.where(places < lengths, numbers, -1),
-            target_mask=places == lengths - 1,
-            num_sequences=len(ids),
-        )
+        lengths = torch.tensor([len(row) for row in rows], device=device)  # [rows]
+        last = torch.arange(ids.shape[1], device=device) == lengths[:, None] - 1  # [rows, tokens]
+        batch = Batch(input_ids=ids, lengths=lengths, target_mask=last)
         return self.network(batch, TargetLogits).logits
 
 

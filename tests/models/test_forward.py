@@ -150,17 +150,9 @@ def test_distillation_from_itself_is_the_entropy():
 
 
 def test_last_tokens_by_hand():
-    padded = torch.tensor([[0, 0, -1, -1], [1, 1, 1, -1], [2, 2, 2, 2]])
-    packed = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    nothing = torch.zeros_like
-    for ids, expected in ((padded, [1, 6, 11]), (packed, [1, 4, 5])):
-        batch = Batch(
-            input_ids=nothing(ids),
-            position_ids=nothing(ids),
-            sequence_ids=ids,
-            target_mask=nothing(ids).bool(),
-            num_sequences=3,
-        )
+    for shape, lengths, expected in (((3, 4), [2, 3, 4], [1, 6, 11]), ((1, 6), [2, 3, 1], [1, 4, 5])):
+        ids, nothing = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
+        batch = Batch(input_ids=ids, lengths=torch.tensor(lengths), target_mask=nothing)
         assert batch.places.last.tolist() == expected
 
 

@@ -11,14 +11,18 @@ so the k1 estimate of the KL is 0.2 at token 7 and -0.4 at token 8.
 """
 
 import asyncio
+import pickle
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
+from openrlhf.algo import kl
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.data.collate import Layout
+from openrlhf.rl import samples
 from openrlhf.rl.experience import make_experience
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import BatchScores, ModelRewards
@@ -71,8 +75,8 @@ def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TW
 
 def at_actions(made, name):
     """Values at the action tokens of each sample."""
-    rows = zip(vars(made)[name], made.trajectories, strict=True)
-    return [row[: len(item.input_ids)][torch.tensor(item.action_mask)].tolist() for row, item in rows]
+    rows = zip(made.tokens.split(vars(made)[name]), made.trajectories, strict=True)
+    return [row[torch.tensor(item.action_mask)].tolist() for row, item in rows]
 
 
 def approx_rows(rows):
@@ -338,3 +342,38 @@ def test_splitting_into_micro_batches_changes_nothing(cut, settings):
     assert cut_up.trajectories == whole.trajectories
     for name in ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs", "rollout_log_probs"):
         assert torch.equal(vars(cut_up)[name], vars(whole)[name]), name
+
+
+@pytest.mark.parametrize("settings", [PPO, GRPO, replace_flags(PPO, overlong_buffer_len=2, gamma=0.5)])
+def test_computing_a_few_samples_at_a_time_changes_nothing(settings, monkeypatch):
+    whole = experience(settings)
+    monkeypatch.setattr(samples, "CHUNK_TOKENS", 7)
+    chunks = list(whole.tokens.chunks())
+    assert len(chunks) > 2
+    assert sorted(number for chunk in chunks for number in chunk) == [0, 1, 2, 3]
+    parts = experience(settings)
+    assert parts.metrics == whole.metrics
+    assert torch.equal(parts.advantages, whole.advantages)
+
+
+def test_tensors_are_computed_outside_of_the_event_loop(monkeypatch):
+    threads = []
+
+    def kl_penalty(*arguments):
+        threads.append(threading.current_thread())
+        return kl.kl_penalty(*arguments)
+
+    monkeypatch.setattr("openrlhf.rl.experience.kl_penalty", kl_penalty)
+    experience()
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_a_batch_is_sent_without_what_follows_from_its_lengths():
+    for layout in (Layout(packing=True, pad_id=0), Layout(packing=False, pad_id=0)):
+        batch = experience(batching=Batching(layout, 4)).batch([2, 1, 0])
+        derived = {name: getattr(batch, name) for name in ("position_ids", "sequence_ids")}
+        sent = pickle.loads(pickle.dumps(batch))
+        assert sent.input_ids.dtype == torch.int32
+        assert not {*derived, "places"} & vars(sent).keys()
+        assert all(torch.equal(getattr(sent, name), value) for name, value in derived.items())

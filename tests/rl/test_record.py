@@ -38,7 +38,7 @@ ITEM = make_trajectory(
 
 def experience(*items):
     """Trajectories with the same advantages each."""
-    per_token = torch.tensor([[0, 0, THIRD, 0, -1]] * len(items))
+    per_token = torch.tensor([0, 0, THIRD, 0, -1] * len(items))
     return Experience(
         trajectories=list(items),
         tokens=RolloutTokens.of(items, Layout(packing=False, pad_id=0)),

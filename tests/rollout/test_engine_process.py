@@ -108,7 +108,7 @@ def test_a_dead_engine_is_restarted_and_its_requests_are_generated_again(capfd):
         os.kill(pids[0], signal.SIGKILL)
         requests = [request(ECHO, number, prefix=number) for number in range(8)]
         answers = await group.generate(requests)
-        assert [answer.token_ids for answer in answers] == [asked.prompt_token_ids for asked in requests]
+        assert [tuple(answer.token_ids) for answer in answers] == [asked.prompt_token_ids for asked in requests]
         await waiting
         now = [engine.process.child.process.pid for engine in group.engines]
         assert now[0] != pids[0]

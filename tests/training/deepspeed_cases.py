@@ -56,21 +56,13 @@ def make_batch(lengths: Sequence[int], seed: int, *, packed: bool) -> Batch:
     """Return a batch of random tokens; all but the first of each row are targets."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in lengths]
-    places = [torch.arange(length) for length in lengths]
-    numbers = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    masks = [torch.arange(length) > 0 for length in lengths]
     if packed:
-        ids, positions, sequences = (torch.cat(parts)[None] for parts in (rows, places, numbers))
+        ids, mask = torch.cat(rows)[None], torch.cat(masks)[None]
     else:
         pad = torch.nn.utils.rnn.pad_sequence
-        ids, positions = pad(rows, batch_first=True), pad(places, batch_first=True)
-        sequences = pad(numbers, batch_first=True, padding_value=-1)
-    return Batch(
-        input_ids=ids,
-        position_ids=positions,
-        sequence_ids=sequences,
-        target_mask=(sequences >= 0) & (positions > 0),
-        num_sequences=len(lengths),
-    )
+        ids, mask = pad(rows, batch_first=True), pad(masks, batch_first=True)
+    return Batch(input_ids=ids, lengths=torch.tensor(lengths), target_mask=mask)
 
 
 def step_batches(step: int, *, packed: bool) -> list[Batch]:

@@ -13,7 +13,7 @@ from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.rl.experience import Experience
-from openrlhf.rl.samples import Batching, RolloutTokens, stack
+from openrlhf.rl.samples import Batching, RolloutTokens
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
@@ -58,8 +58,8 @@ def samples():
         for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
             own[name] = -4.4 + 0.3 * rng.normal(size=length)
         arrays.append(own)
-    tensors = {name: stack([own[name].tolist() for own in arrays], torch.float32) for name in arrays[0]}
     tokens = RolloutTokens.of(items, WHOLE.layout)
+    tensors = {name: tokens.join(own[name].astype(np.float32) for own in arrays) for name in arrays[0]}
     return Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **tensors)
 
 
@@ -67,7 +67,7 @@ def run_step(networks, objective, samples, batching):
     """Run one step; return its loss, metrics and gradients."""
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     backend = LocalBackend(deepcopy(networks[kind]), OptimizerFlags(), CPU, learning_rate=0.0)
-    laid_out = replace(samples, tokens=replace(samples.tokens, packing=batching.layout.packing))
+    laid_out = replace(samples, tokens=replace(samples.tokens, layout=batching.layout))
     batches = [
         laid_out.batch(part) for part in batching.cut(samples.tokens.sequences(range(len(samples.trajectories))))
     ]

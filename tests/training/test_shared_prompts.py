@@ -12,7 +12,7 @@ from openrlhf.data.collate import Layout, collate
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import Network
 from openrlhf.rl.experience import Experience
-from openrlhf.rl.samples import Batching, RolloutTokens, stack
+from openrlhf.rl.samples import Batching, RolloutTokens
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import DirectPreference, PairwiseReward, Step, UnpairedPreference
@@ -67,11 +67,11 @@ def rollout_batches():
     random = np.random.default_rng(1)
     items = [make_trajectory(Prompt(0, "", ()), row.input_ids, row.target_mask) for row in make_rows()]
     names = ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs", "rollout_log_probs")
+    tokens = RolloutTokens.of(items, LAYOUT)
     given = {
-        name: stack([random.normal(-2.0, 0.3, len(item.input_ids)).tolist() for item in items], torch.float32)
+        name: tokens.join(random.normal(-2.0, 0.3, len(item.input_ids)).astype(np.float32) for item in items)
         for name in names
     }
-    tokens = RolloutTokens.of(items, LAYOUT)
     experience = Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **given)
     parts = Batching(LAYOUT, 4, sharing_limit=1000).cut(tokens.sequences(range(len(items))))
     return [experience.batch(part) for part in parts]
