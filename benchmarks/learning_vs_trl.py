@@ -150,7 +150,7 @@ def run_ours(args: argparse.Namespace, train: Sequence[str], held_out: Sequence[
     rl.run(check(parse(LocalRLConfig, argv)))
     lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines if line["kind"] == "train"]
-    times = [file.stat().st_mtime_ns / 1e9 for file in sorted((out / "run" / "rollouts").iterdir())]
+    times = [file.stat().st_mtime_ns / 1e9 for file in sorted((out / "run" / "rollouts").glob("step_*"))]
     return Run(rewards, accuracy(LlamaForCausalLM.from_pretrained(out), folder / "start", held_out), times)
 
 

@@ -32,7 +32,7 @@ from openrlhf.training.model_card import MakeCard, Outcome, training_card, write
 from openrlhf.training.rng import save_rng
 from openrlhf.training.run_directory import shown_flags
 
-QUEUE_FILE = "queue.jsonl"
+QUEUE_FILE = "queue.parquet"
 WriteModel: TypeAlias = Callable[[Path], Awaitable[None]]  # writes a model's weights to a folder
 
 
@@ -56,6 +56,7 @@ class Saver:
         best = self.is_best(controller)
         if not (due or best):
             return
+        await controller.recorder.flush()  # a run that resumes here expects the files of all steps so far
         await controller.sync.begin_training()
         root = Path(flags.ckpt_path)
         if best:

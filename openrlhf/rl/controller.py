@@ -32,7 +32,8 @@ Back-pressure points:
    producer that waits at [1] is woken only after them.
 6. Within a rollout, `runtime.most_episodes` limits the episodes in progress and --vllm_generate_batch_size the prompts
    per generation call.
-7. The recorder writes the samples while the trainer works, and is awaited before the step ends.
+7. The recorder writes the samples of a step while the trainer works. At most one file is pending: the next step waits
+   for it before it records its own samples, and so does a checkpoint.
 
 If the producer or the trainer fails, `run` cancels the other and raises.
 """
@@ -219,11 +220,10 @@ class Controller:
             self.monitor.log_samples(step, self.recorder.first_group(experience))
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
-        writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # during training
+        await self.recorder.record(step, experience)
         values |= await self._take_steps(rollout, experience)
         if uses_vllm(self.config) and "engine_kl" in values:
             values["vllm_kl"] = values["engine_kl"]  # the name that dashboards use
-        await writing
         if experience.kl is not None:
             state.kl = state.kl.updated(experience.kl, len(experience.trajectories))
         values |= experience.metrics | rollout.metrics

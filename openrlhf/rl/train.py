@@ -146,6 +146,7 @@ async def train(
             await runtime.sync.begin_training()
             folder = await save_models(controller, tokenizer, len(order.prompts))
         finally:
+            await controller.recorder.flush()
             controller.monitor.close()
     if reporting.failures:
         say(f"{reporting.summary}, the first: {reporting.first}")

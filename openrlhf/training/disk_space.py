@@ -82,9 +82,16 @@ def show(size: float) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically: after a crash it has either all of its old content or all of the new."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, and rename it to `path` once it is complete and on the disk."""
     aside = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
     try:
-        aside.write_text(text, encoding="utf-8", errors="surrogateescape")
+        yield aside
         flush(aside)
         aside.rename(path)
     finally:

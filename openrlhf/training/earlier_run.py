@@ -18,9 +18,9 @@ from openrlhf.monitor import METRICS_FILE, say
 from openrlhf.training.disk_space import disk_failure, replace_file
 
 EARLIER, CONFIG_FILE = "earlier", "config.json"
-ROLLOUTS, STEP_FILE, STEP_FILES = "rollouts", "step_{:06d}.jsonl", "step_*.jsonl"
+ROLLOUTS, STEP_FILE = "rollouts", "step_{:06d}.parquet"
 ABOUT_FILE = ".about.json"  # in ROLLOUTS; hidden, so that `datasets` can load the folder
-STEP_NUMBER = re.compile(r"step_(\d+)\.jsonl")
+STEP_NUMBER = re.compile(r"step_(\d+)\.(parquet|jsonl)")  # versions before 1.1 wrote JSON lines
 
 
 def set_earlier_run_aside(run_dir: Path, resumed_at: int = 0) -> None:
@@ -36,11 +36,11 @@ def set_earlier_run_aside(run_dir: Path, resumed_at: int = 0) -> None:
 
 def _set_aside(run_dir: Path, resumed_at: int) -> Path | None:
     metrics, rollouts, config = run_dir / METRICS_FILE, run_dir / ROLLOUTS, run_dir / CONFIG_FILE
-    for target in (config, metrics, rollouts / STEP_FILES, rollouts / ABOUT_FILE):
+    for target in (config, metrics, rollouts / "step_*", rollouts / ABOUT_FILE):
         for unfinished in target.parent.glob(f".{target.name}.writing-*"):  # a run was killed in `replace_file`
             unfinished.unlink()
     kept, dropped = split_metrics(metrics, resumed_at)
-    files = [file for file in sorted(rollouts.glob(STEP_FILES)) if not 0 < _step(file) <= resumed_at]
+    files = [file for file in step_files(rollouts) if not 0 < step_of(file) <= resumed_at]
     if not dropped and not files:
         return None
 
@@ -83,10 +83,16 @@ def split_metrics(path: Path, resumed_at: int) -> tuple[str, str]:
 def has_record(run_dir: Path) -> bool:
     """Return whether a run has written metrics or rollouts here."""
     metrics = run_dir / METRICS_FILE
-    return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / ROLLOUTS).glob(STEP_FILES))
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(step_files(run_dir / ROLLOUTS))
 
 
-def _step(file: Path) -> int:
+def step_files(folder: Path) -> list[Path]:
+    """Return the files of recorded samples in a folder, in the order of their names."""
+    return sorted(file for file in folder.glob("step_*") if file.suffix in (".parquet", ".jsonl"))
+
+
+def step_of(file: Path) -> int:
+    """Return the step of a file of recorded samples; 0 if its name does not say."""
     match = STEP_NUMBER.fullmatch(file.name)
     return int(match[1]) if match else 0
 

@@ -1,22 +1,33 @@
 """Read recorded samples. `SampleRecords` hides from the rest of the viewer how they are stored.
 
-`rl/record.py` writes one JSON lines file per step. A file may be cut short or still growing, and a line may be broken:
-only complete lines are read, and a broken one becomes None. A place is where a sample begins in its file.
+`rl/record.py` writes one Parquet file per step, which is complete once it has its name. Versions before 1.1 wrote JSON
+lines. Such a file may be cut short, and a line may be broken: only complete lines are read, and a broken one becomes
+None. A place is where a sample begins in its file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from openrlhf.training.earlier_run import STEP_FILES
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+
+from openrlhf.training.earlier_run import step_files
 from openrlhf.view.metrics import finite
 
 LARGEST = 2**53
+ROWS_AT_ONCE = 64  # of a Parquet file that are converted to Python objects
+COLUMNS = [  # that are shown
+    *("step", "prompt", "response", "reward", "score", "truncated", "version", "extra_logs"),
+    *("input_ids", "action_mask", "advantages", "old_log_probs", "rollout_log_probs"),
+]
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # errors of a broken record
 
 
 @dataclass(frozen=True)
@@ -87,15 +98,18 @@ class SampleRecords(Protocol):
         ...
 
 
-class JsonlRecords:
-    """Records as JSON lines: `rollouts/step_000001.jsonl`, one sample per line; a place is an offset in bytes."""
+class StepFiles:
+    """The records of a run: `rollouts/step_000001.parquet`, or `.jsonl` in older runs.
+
+    A place is the number of a row in Parquet, and an offset in bytes in JSON lines.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def files(self) -> list[RecordFile]:
         found = []
-        for path in sorted(self.folder.glob(STEP_FILES)):
+        for path in step_files(self.folder):
             try:
                 status = path.stat()
             except FileNotFoundError:  # a new run has just moved it
@@ -104,17 +118,9 @@ class JsonlRecords:
         return found
 
     def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
-        try:
-            with (self.folder / name).open("rb") as file:
-                file.seek(start)
-                place = start
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
-                    yield SampleRecord(place, place + len(line), parse_sample(line))
-                    place += len(line)
-        except FileNotFoundError:
-            return
+        path = self.folder / name
+        with suppress(FileNotFoundError):
+            yield from read_parquet(path, start) if path.suffix == ".parquet" else read_lines(path, start)
 
     def load(self, name: str, place: int) -> Sample | None:
         try:
@@ -123,37 +129,82 @@ class JsonlRecords:
             return None
 
 
-def parse_sample(line: bytes) -> Sample | None:
-    """Return the sample of a line as `rl/record.py` writes it, or None if the line is broken."""
+def read_lines(path: Path, start: int) -> Iterator[SampleRecord]:
+    """Yield the complete lines of a file from an offset on."""
+    with path.open("rb") as file:
+        file.seek(start)
+        place = start
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield SampleRecord(place, place + len(line), parse_sample(line))
+            place += len(line)
+
+
+def read_parquet(path: Path, start: int) -> Iterator[SampleRecord]:
+    """Yield the rows of a file from a number on; the last one ends at the size of the file, which is then read."""
     try:
-        row: dict[str, Any] = json.loads(line)
-        mask = [bool(acts) for acts in row["action_mask"]]
-        first = mask.index(True) if any(mask) else len(mask)
+        with path.open("rb") as opened, ParquetFile(opened) as file:
+            count, size, first = file.metadata.num_rows, path.stat().st_size, 0
+            columns = [name for name in COLUMNS if name in file.schema_arrow.names]
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if first + rows <= start:
+                    first += rows
+                    continue
+                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
+                    skipped = min(max(0, start - first), len(batch))
+                    for place, row in enumerate(batch.slice(skipped).to_pylist(), first + skipped):
+                        yield SampleRecord(place, size if place == count - 1 else place + 1, parse_row(row))
+                    first += len(batch)
+    except ArrowException as error:
+        raise OSError(f"{path.name} cannot be read: {error}") from error
 
-        def numbers(name: str) -> list[float | None] | None:
-            values = row.get(name)
-            return [finite(value) for value in values[first:]] if values else None
 
-        prompt, label = row["prompt"], row["prompt"].get("label", "")
-        return Sample(
-            step=_number(row["step"]),
-            prompt_index=_number(prompt["index"]),
-            prompt=_text(prompt["text"]),
-            label=_text(label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)),
-            response=_text(row.get("response", "")),
-            reward=finite(row["reward"]),
-            score=finite(row["score"]),
-            truncated=bool(row["truncated"]),
-            version=_number(row["version"]),
-            extra={str(name): finite(value) for name, value in row.get("extra_logs", {}).items()},
-            ids=[int(token) for token in row["input_ids"][first:]],
-            actions=mask[first:],
-            advantages=numbers("advantages"),
-            trainer=numbers("old_log_probs"),
-            engine=numbers("rollout_log_probs"),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+def parse_row(row: dict[str, Any]) -> Sample | None:
+    """Return the sample of a row of a Parquet file, or None if the row is broken."""
+    try:
+        prompt = row["prompt"] | {"label": json.loads(row["prompt"]["label"])}
+        return make_sample(row | {"prompt": prompt, "extra_logs": json.loads(row["extra_logs"])})
+    except BROKEN:
         return None
+
+
+def parse_sample(line: bytes) -> Sample | None:
+    """Return the sample of a line as older versions wrote it, or None if the line is broken."""
+    try:
+        return make_sample(json.loads(line))
+    except BROKEN:
+        return None
+
+
+def make_sample(row: Mapping[str, Any]) -> Sample:
+    """Return the sample of a row."""
+    mask = [bool(acts) for acts in row["action_mask"]]
+    first = mask.index(True) if any(mask) else len(mask)
+
+    def numbers(name: str) -> list[float | None] | None:
+        values = row.get(name)
+        return [finite(value) for value in values[first:]] if values else None
+
+    prompt, label = row["prompt"], row["prompt"].get("label", "")
+    return Sample(
+        step=_number(row["step"]),
+        prompt_index=_number(prompt["index"]),
+        prompt=_text(prompt["text"]),
+        label=_text(label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)),
+        response=_text(row.get("response", "")),
+        reward=finite(row["reward"]),
+        score=finite(row["score"]),
+        truncated=bool(row["truncated"]),
+        version=_number(row["version"]),
+        extra={str(name): finite(value) for name, value in row.get("extra_logs", {}).items()},
+        ids=[int(token) for token in row["input_ids"][first:]],
+        actions=mask[first:],
+        advantages=numbers("advantages"),
+        trainer=numbers("old_log_probs"),
+        engine=numbers("rollout_log_probs"),
+    )
 
 
 def _number(value: object) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 from openrlhf.view.metrics import NewMetrics, Position, read_metrics
-from openrlhf.view.records import JsonlRecords, Sample, SampleRecords
+from openrlhf.view.records import Sample, SampleRecords, StepFiles
 from openrlhf.view.runs import RunFolder, find_runs
 from openrlhf.view.sample_index import Found, Query, SampleIndex
 from openrlhf.view.token_texts import TokenTexts
@@ -53,7 +53,7 @@ class PromptSamples:
 
 
 def records_of(run: RunFolder) -> SampleRecords:
-    return JsonlRecords(run.rollouts)
+    return StepFiles(run.rollouts)
 
 
 def shown_sample(number: int, sample: Sample, tokens: TokenTexts) -> ShownSample:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers.utils import logging
@@ -235,7 +236,8 @@ class SecondChance(AgentInstanceBase):
 def test_an_agent_class_plays_several_turns(ppo):
     result = ppo(agent=SecondChance, reward=None, generate_max_len=24, max_steps=1)
     assert result.steps == 1
-    assert " again: " in (result.run_dir / "rollouts" / "step_000001.jsonl").read_text()
+    rows = pq.read_table(result.run_dir / "rollouts" / "step_000001.parquet").to_pylist()
+    assert any(" again: " in row["response"] for row in rows)
 
 
 def test_a_dry_run_returns_a_result_without_steps(sft, tmp_path):

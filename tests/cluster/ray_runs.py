@@ -84,7 +84,7 @@ def count_prompts(ran):
 
 
 def all_samples(ran):
-    steps = len(list((ran.save_path / "run" / "rollouts").glob("step_*.jsonl")))
+    steps = len(list((ran.save_path / "run" / "rollouts").glob("step_*.parquet")))
     return [row for step in range(1, steps + 1) for row in read_rollouts(ran, step)]
 
 

@@ -395,7 +395,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--replay run/rollouts|writes its rollouts to",
     ),
     ("replay_is_of_another_run", "train_ppo", "--replay ./gone", "--replay ./gone: no such folder"),
-    ("replay_is_of_another_run", "train_ppo", "--replay .", "--replay . has no step_*.jsonl"),
+    ("replay_is_of_another_run", "train_ppo", "--replay .", "--replay . has no step_*.parquet"),
     ("named_files_exist", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
     ("rows_go_to_a_file", "batch_inference", "--output_path ./model", "is a folder|--output_path model/rows.jsonl"),
     ("merging_keeps_its_sources", "lora_combiner", "--output_path ./model", "is the same as --model_path|./merged"),

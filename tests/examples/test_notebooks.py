@@ -84,5 +84,5 @@ def test_qlora_grpo_on_a_cpu(tmp_path, monkeypatch):
 def test_an_agent_of_the_notebook_trains(tmp_path, monkeypatch):
     shown = execute("your_own_agent.ipynb", tmp_path, monkeypatch, STEPS=2, GAMES=32)
     assert "'environment_feedback': '>', 'done': False" in shown
-    assert len(list(Path(tmp_path, "run/policy/run/rollouts").glob("step_*.jsonl"))) == 2
+    assert len(list(Path(tmp_path, "run/policy/run/rollouts").glob("step_*.parquet"))) == 2
     assert os.path.exists(tmp_path / "run" / "policy" / "config.json")

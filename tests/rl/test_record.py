@@ -4,23 +4,27 @@ import asyncio
 import json
 import math
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.data.collate import Layout
-from openrlhf.rl import record
+from openrlhf.rl import sample_files
 from openrlhf.rl.experience import Experience
-from openrlhf.rl.record import Recorder, Replay, read_queue, trajectory, write_queue
+from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
 from openrlhf.rl.rollouts import Rollout
+from openrlhf.rl.sample_files import read_about, read_samples, write_samples
 from openrlhf.rl.samples import RolloutTokens
 from openrlhf.training.disk_space import GIB
 from openrlhf.types import Prompt
 from tests.samples import make_trajectory, plain
 
+WATCHDOG = 300.0  # seconds
 THIRD = float(np.float32(1 / 3))
 ITEM = make_trajectory(
     Prompt(7, "say é", (1, 2), label={"answer": [1, 2]}, datasource="words"),
@@ -53,8 +57,43 @@ def experience(*items):
     )
 
 
-def test_a_trajectory_is_restored():
-    assert plain(trajectory(json.loads(json.dumps(record.plain(ITEM))))) == plain(ITEM)
+def old_line(item):
+    """Return a sample as versions before 1.1 recorded it."""
+    values = plain(item)
+    del values["token_versions"]
+    return json.dumps(values | {"temperature_factors": [], "step": 1, "response": "", "advantages": [0.0] * 5}) + "\n"
+
+
+def test_samples_are_restored(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_files, "GROUP_TOKENS", 12)  # two samples per row group
+    factors = np.array([1.0, 1.0, 2.0, 1.0, 0.5], np.float32)
+    odd = replace(ITEM.prompt, text="a lone \udc00 surrogate", label="text")
+    bare = replace(ITEM, step_rewards=(), extra_logs={})
+    items = [ITEM, replace(ITEM, temperature_factors=factors), bare, ITEM, ITEM]
+    write_samples(tmp_path / "samples.parquet", items, {"step": [1] * 5}, about={"more": [1]})
+    assert plain(read_samples(tmp_path / "samples.parquet")) == plain(items)
+    assert read_about(tmp_path / "samples.parquet") == {"more": [1]}
+    assert pq.ParquetFile(tmp_path / "samples.parquet").num_row_groups == 3
+    write_samples(tmp_path / "samples.parquet", [replace(ITEM, prompt=odd)], {})
+    (back,) = read_samples(tmp_path / "samples.parquet")
+    assert (back.prompt.text, back.prompt.label) == ("a lone \ufffd surrogate", "text")
+
+
+def test_records_of_older_versions_can_be_replayed(tmp_path):
+    (tmp_path / "step_000001.jsonl").write_text(old_line(ITEM) + old_line(replace(ITEM, version=5)))
+    write_samples(tmp_path / "step_000002.parquet", [ITEM], {})
+    replay = Replay(tmp_path)
+    first, second = (asyncio.run(replay.take(number, number)) for number in (0, 1))
+    assert plain(second.trajectories) == plain([ITEM])
+    assert plain(first.trajectories[0]) == plain(ITEM)
+    assert first.trajectories[1].token_versions.tolist() == [-1, -1, 5, -1, 5]
+
+
+def test_the_queue_of_an_older_version_is_restored(tmp_path):
+    queue = [Rollout(4, 2, [ITEM], 5, 9, {"rollout/failures": 1.0})]
+    row = plain(queue[0]) | {"trajectories": [json.loads(old_line(ITEM))]}
+    (tmp_path / "queue.jsonl").write_text(json.dumps(row) + "\n")
+    assert plain(list(read_queue(tmp_path / "queue.parquet"))) == plain(queue)
 
 
 def test_the_queue_is_restored(tmp_path):
@@ -63,22 +102,22 @@ def test_the_queue_is_restored(tmp_path):
         Rollout(4, 2, [ITEM, replace(ITEM, extra_logs={})], 5, 9, {"rollout/failures": 1.0}),
         Rollout(5, 3, [], 9, 9),
     ]
-    write_queue(tmp_path / "queue.jsonl", queue)
-    assert plain(list(read_queue(tmp_path / "queue.jsonl"))) == plain(queue)
-    write_queue(tmp_path / "queue.jsonl", [Rollout(0, 0, [unscored], 0, 1)])
-    (back,) = read_queue(tmp_path / "queue.jsonl")
+    write_queue(tmp_path / "queue.parquet", queue)
+    assert plain(list(read_queue(tmp_path / "queue.parquet"))) == plain(queue)
+    write_queue(tmp_path / "queue.parquet", [Rollout(0, 0, [unscored], 0, 1)])
+    (back,) = read_queue(tmp_path / "queue.parquet")
     assert math.isnan(back.trajectories[0].reward)
-    write_queue(tmp_path / "queue.jsonl", [])
-    assert list(read_queue(tmp_path / "queue.jsonl")) == []
+    write_queue(tmp_path / "queue.parquet", [])
+    assert list(read_queue(tmp_path / "queue.parquet")) == []
 
 
 def test_recorded_samples_can_be_replayed(tmp_path):
     recorder = Recorder(tmp_path, decode=lambda ids: " ".join(map(str, ids)))
     recorder.write(1, experience(ITEM))
     recorder.write(2, experience(*[replace(ITEM, version=4)] * 2))
-    line = json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text())
-    assert (line["step"], line["response"]) == (1, "3 4 5")
-    assert line["advantages"] == [0, 0, 0.333333, 0, -1]
+    (row,) = pq.read_table(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
+    assert (row["step"], row["response"]) == (1, "3 4 5")
+    assert row["advantages"] == [0, 0, THIRD, 0, -1]
 
     replay = Replay(tmp_path / "rollouts")
     assert len(replay) == 2
@@ -86,6 +125,30 @@ def test_recorded_samples_can_be_replayed(tmp_path):
     assert plain(first.trajectories) == plain([ITEM])
     assert [item.version for item in second.trajectories] == [4, 4]
     assert (second.number, second.version, second.next_place) == (1, 4, 2)
+
+
+def test_the_next_step_and_a_checkpoint_wait_for_the_file(tmp_path):
+    """The first file is written only when the test allows it."""
+    may_write, written = threading.Event(), []
+
+    class Slow(Recorder):
+        def write(self, step, experience):
+            may_write.wait(WATCHDOG)
+            super().write(step, experience)
+            written.append(step)
+
+    async def steps():
+        recorder = Slow(tmp_path)
+        await recorder.record(1, experience(ITEM))  # does not wait
+        assert not written
+        may_write.set()
+        await recorder.record(2, experience(ITEM))
+        assert written[:1] == [1]
+        await recorder.flush()
+        assert written == [1, 2]
+
+    asyncio.run(steps())
+    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.parquet", "step_000002.parquet"]
 
 
 def test_nothing_is_written_without_a_folder(tmp_path):
@@ -101,7 +164,7 @@ def test_a_deleted_folder_is_created_again(tmp_path):
     recorder = Recorder(tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone")
     recorder.write(3, experience(ITEM))
-    assert names(tmp_path / "gone" / "rollouts") == ["step_000003.jsonl"]
+    assert names(tmp_path / "gone" / "rollouts") == ["step_000003.parquet"]
 
 
 def test_a_share_of_the_groups_is_recorded_as_whole_groups(tmp_path):
@@ -109,8 +172,7 @@ def test_a_share_of_the_groups_is_recorded_as_whole_groups(tmp_path):
 
     def recorded(name, **flags):
         Recorder(tmp_path / name, flags=RolloutFlags(**flags)).write(1, experience(*samples))
-        lines = (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-        return Counter(json.loads(line)["prompt"]["index"] for line in lines)
+        return Counter(item.prompt.index for item in read_samples(tmp_path / name / "rollouts" / "step_000001.parquet"))
 
     some = recorded("some", rollout_record_share=0.25)
     assert set(some.values()) == {4}
@@ -126,11 +188,11 @@ def test_a_share_of_the_groups_is_recorded_as_whole_groups(tmp_path):
 def test_recording_stops_at_its_limit_with_one_line(tmp_path, capsys):
     recorder = Recorder(tmp_path)
     recorder.write(1, experience(ITEM))
-    size = (tmp_path / "rollouts" / "step_000001.jsonl").stat().st_size
+    size = (tmp_path / "rollouts" / "step_000001.parquet").stat().st_size
     resumed = Recorder(tmp_path, flags=RolloutFlags(rollout_record_gib=2.5 * size / GIB))  # counts what is there
     for step in (2, 3, 4):
         resumed.write(step, experience(ITEM))
-    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.jsonl", "step_000002.jsonl"]
+    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.parquet", "step_000002.parquet"]
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "rollouts are no longer recorded: " in line
@@ -144,7 +206,7 @@ def test_a_full_disk_stops_recording_and_leaves_no_partial_file(tmp_path, file_s
         for step in (2, 3):
             recorder.write(step, experience(ITEM))
     recorder.write(4, experience(ITEM))
-    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.jsonl"]
+    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.parquet"]
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "cannot be written: File too large. Training continues" in line

@@ -72,7 +72,7 @@ def test_a_replay_gives_the_weights_of_the_recorded_run(train, models, monkeypat
     assert have_equal_weights(whole, replayed)
     assert not have_equal_weights(first, whole)
     recorded = [sorted((tmp_path / name / "run" / "rollouts").iterdir()) for name in ("live", "replayed")]
-    assert [file.read_text() for file in recorded[0]] == [file.read_text() for file in recorded[1]]
+    assert [file.read_bytes() for file in recorded[0]] == [file.read_bytes() for file in recorded[1]]
 
 
 def test_the_run_ends_with_a_shorter_record(train):
@@ -93,4 +93,4 @@ def test_replaying_from_the_output_folder_is_rejected(train, flags):
     train("one", max_steps=1)
     with pytest.raises(ConfigError, match="is the folder that this run writes its rollouts to"):
         train("other" if flags else "one", replay="./one/run/rollouts", **flags)
-    assert list(Path("one/run/rollouts").glob("step_*.jsonl"))
+    assert list(Path("one/run/rollouts").glob("step_*.parquet"))

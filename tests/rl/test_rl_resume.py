@@ -76,7 +76,7 @@ def assert_same(resumed, uninterrupted):
         here, there = load_file(ours / name), load_file(theirs / name)
         assert here.keys() == there.keys()
         assert all(torch.equal(here[key], there[key]) for key in here)
-    assert (ours / "queue.jsonl").read_text() == (theirs / "queue.jsonl").read_text()
+    assert (ours / "queue.parquet").read_bytes() == (theirs / "queue.parquet").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -157,7 +157,7 @@ def test_a_full_disk_stops_checkpoints_and_records_but_not_the_run(tmp_path, cas
     assert (ran.save_path / "model.safetensors").stat().st_size == size
     assert len(ran.train("reward")) == 4
     (earlier,) = (ran.save_path / "run" / "earlier").iterdir()
-    assert len(list((earlier / "rollouts").glob("step_*.jsonl"))) == 4
+    assert len(list((earlier / "rollouts").glob("step_*.parquet"))) == 4
 
 
 def test_a_checkpoint_is_not_begun_without_room_for_it(tmp_path, case, monkeypatch, capsys):
@@ -173,10 +173,10 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, case, caps
     for step in (3, 6):
         name = f"global_step{step}"
         shutil.copytree(uninterrupted.ckpt_path / name, tmp_path / "damaged_ckpt" / name)
-    path = tmp_path / "damaged_ckpt" / "global_step6" / "queue.jsonl"
-    path.write_text(path.read_text()[:-1])
+    path = tmp_path / "damaged_ckpt" / "global_step6" / "queue.parquet"
+    path.write_bytes(path.read_bytes()[:-1])
     resumed = finish(tmp_path, case("async", "damaged", load_checkpoint=True))
-    assert "damaged checkpoint in damaged_ckpt: global_step6: queue.jsonl has " in capsys.readouterr().err
+    assert "damaged checkpoint in damaged_ckpt: global_step6: queue.parquet has " in capsys.readouterr().err
     assert resumed.metrics == [line for line in uninterrupted.metrics if line["step"] > 3]
     shutil.copy(uninterrupted.save_path / "run" / "metrics.jsonl", resumed.save_path / "run")
     assert_same(resumed, uninterrupted)

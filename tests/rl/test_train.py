@@ -484,7 +484,7 @@ def test_evaluation_does_not_change_training(train_ppo, tmp_path):
 
 def test_recorded_rollouts_can_be_loaded_as_a_dataset(train_ppo):
     ran = train_ppo(rows=make_prompts(12), **PPO)
-    rows = datasets.load_dataset("json", data_files=str(ran.save_path / "run" / "rollouts" / "*.jsonl"))["train"]
+    rows = datasets.load_dataset("parquet", data_files=str(ran.save_path / "run" / "rollouts" / "*.parquet"))["train"]
     assert len(rows) == 12 * 4
     row = rows[0]
     wanted = {"step", "prompt", "response", "input_ids", "reward", "advantages", "version", "rollout_log_probs"}
@@ -511,14 +511,14 @@ def test_a_finished_run_can_resume_with_more_steps(train_ppo):
 
 
 def rollouts(ran):
-    return sorted(path.name for path in (ran.save_path / "run" / "rollouts").glob("step_*.jsonl"))
+    return sorted(path.name for path in (ran.save_path / "run" / "rollouts").glob("step_*.parquet"))
 
 
 def test_a_new_run_in_an_old_folder_keeps_only_its_own_rollouts(train_ppo):
     train_ppo(max_steps=3, save_steps=2)
     ran = train_ppo(max_steps=3, save_steps=2, load_checkpoint=True, seed=9)
-    assert rollouts(ran) == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
-    assert rollouts(train_ppo(max_steps=1)) == ["step_000001.jsonl"]
+    assert rollouts(ran) == ["step_000001.parquet", "step_000002.parquet", "step_000003.parquet"]
+    assert rollouts(train_ppo(max_steps=1)) == ["step_000001.parquet"]
 
 
 def test_checkpoints_of_an_earlier_run_are_reported(train_ppo, capsys):
@@ -533,5 +533,5 @@ def test_a_run_resumes_without_its_run_folder(train_ppo):
     ran = train_ppo(max_steps=2, save_steps=2)
     shutil.rmtree(ran.save_path)
     ran = train_ppo(max_steps=3, load_checkpoint=True)
-    assert rollouts(ran) == ["step_000003.jsonl"]
+    assert rollouts(ran) == ["step_000003.parquet"]
     assert [line["step"] for line in ran.metrics] == [3]

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow.parquet as pq
+
 from tests.toy_data import write_rows
 
 LENGTH = 8  # tokens of a response
@@ -48,5 +50,8 @@ def task_flags(folder, rows, source=REWARD):
 
 def read_rollouts(ran, step):
     """Return the recorded samples of a step."""
-    path = ran.save_path / "run" / "rollouts" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    rows = pq.read_table(ran.save_path / "run" / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+    for row in rows:
+        row["step_rewards"] = [(own["place"], own["reward"]) for own in row["step_rewards"]]
+        row["extra_logs"] = json.loads(row["extra_logs"])
+    return rows

@@ -4,14 +4,19 @@ import json
 import sqlite3
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from openrlhf.rl import sample_files
+from openrlhf.rl.sample_files import write_samples
+from openrlhf.types import Prompt
 from openrlhf.view import records
-from openrlhf.view.records import JsonlRecords, parse_sample
+from openrlhf.view.records import StepFiles, parse_sample
 from openrlhf.view.runs import find_runs
 from openrlhf.view.sample_index import ORDERS, PAGE_SIZE, Query, SampleIndex, conditions
 from openrlhf.view.token_texts import TokenTexts
 from openrlhf.view.viewer import records_of
+from tests.samples import make_trajectory
 from tests.view.made_runs import SEARCHES, TEXTS, make_run, record, write_step
 
 RUN = 7
@@ -30,7 +35,7 @@ def run_dir(tmp_path):
 @pytest.fixture
 def indexed(index, run_dir):
     """The index of the hand-made run: 3 steps, 3 prompts each, 4 samples of each prompt."""
-    assert index.update(RUN, JsonlRecords(run_dir / "rollouts")) == 36
+    assert index.update(RUN, StepFiles(run_dir / "rollouts")) == 36
     return index
 
 
@@ -70,7 +75,7 @@ def test_filters_find_exactly_what_matches(indexed, query, matches):
 @pytest.mark.parametrize(("text", "matches"), SEARCHES)
 def test_words_of_any_language_are_found(index, tmp_path, text, matches):
     write_step(tmp_path, 1, [record(1, number, text) for number, text in enumerate(TEXTS)])
-    index.update(RUN, JsonlRecords(tmp_path / "rollouts"))
+    index.update(RUN, StepFiles(tmp_path / "rollouts"))
     assert [row.prompt_index for row in find(index, text=text).rows] == matches
 
 
@@ -96,7 +101,7 @@ def test_orders(indexed, order, key):
 
 def test_pages_hold_every_sample_once(index, run_dir):
     write_step(run_dir, 9, [record(9, row, "a") for row in range(2 * PAGE_SIZE)])
-    index.update(RUN, JsonlRecords(run_dir / "rollouts"))
+    index.update(RUN, StepFiles(run_dir / "rollouts"))
     for order in ORDERS:
         pages = [find(index, order=order, page=page).rows for page in range(4)]
         assert [len(page) for page in pages] == [PAGE_SIZE, PAGE_SIZE, 36, 0]
@@ -106,7 +111,7 @@ def test_pages_hold_every_sample_once(index, run_dir):
 def test_the_group_of_a_sample_is_its_prompt_in_its_step(indexed, run_dir):
     row = find(indexed, text="word1 a2", step_to=2).rows[0]
     group = indexed.group_of(row.id)
-    samples = [JsonlRecords(run_dir / "rollouts").load(place.file, place.place) for place in group]
+    samples = [StepFiles(run_dir / "rollouts").load(place.file, place.place) for place in group]
     assert [sample.response for sample in samples] == [f"word1 a{number}" for number in range(4)]
     assert {sample.step for sample in samples} == {row.step}
     assert indexed.group_of(10**6) == []
@@ -116,7 +121,7 @@ def test_the_group_of_a_sample_is_its_prompt_in_its_step(indexed, run_dir):
 
 
 def test_only_new_records_are_read(indexed, run_dir):
-    source = JsonlRecords(run_dir / "rollouts")
+    source = StepFiles(run_dir / "rollouts")
     assert indexed.update(RUN, source) == 0
     with (run_dir / "rollouts" / "step_000003.jsonl").open("a") as file:
         file.write(json.dumps(record(3, 0, "late")) + "\n")
@@ -127,7 +132,7 @@ def test_only_new_records_are_read(indexed, run_dir):
 
 def test_an_update_can_be_stopped(index, run_dir):
     index.stop()
-    assert index.update(RUN, JsonlRecords(run_dir / "rollouts")) == 0
+    assert index.update(RUN, StepFiles(run_dir / "rollouts")) == 0
     assert find(index).total == 0
 
 
@@ -135,7 +140,7 @@ def test_an_incomplete_line_is_read_when_it_is_complete(index, run_dir):
     path = run_dir / "rollouts" / "step_000001.jsonl"
     lines = path.read_text()
     path.write_text(lines[:-10])
-    source = JsonlRecords(run_dir / "rollouts")
+    source = StepFiles(run_dir / "rollouts")
     assert index.update(RUN, source) == 35
     with path.open("a") as file:
         file.write(lines[-10:])
@@ -148,7 +153,7 @@ def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
     (folder / "step_000003.jsonl").rename(run_dir / "aside.jsonl")
     (folder / "step_000002.jsonl").unlink()
     write_step(run_dir, 2, [record(2, 0, "changed")])
-    indexed.update(RUN, JsonlRecords(folder))
+    indexed.update(RUN, StepFiles(folder))
     assert find(indexed).total == 13
     assert find(indexed, step_from=2).rows[0].response == "changed"
     assert find(indexed, text="word1", step_from=2).total == 0
@@ -170,7 +175,7 @@ def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
 )
 def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):
     write_step(run_dir, 1, [record(1, 0, "good"), broken, record(1, 1, "fine")])
-    index.update(RUN, JsonlRecords(run_dir / "rollouts"))
+    index.update(RUN, StepFiles(run_dir / "rollouts"))
     found = find(index, step_to=1)
     assert [row.response for row in found.rows] == ["good", "fine"]
     assert found.unreadable == 1
@@ -179,7 +184,7 @@ def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):
 def test_unusual_values_are_kept(index, run_dir):
     row = record(1, 0, "odd", reward=float("nan")) | {"response": "a \ud800 b \x00 c"}
     write_step(run_dir, 1, [row | {"prompt": row["prompt"] | {"label": {"answer": [1]}}}])
-    index.update(RUN, JsonlRecords(run_dir / "rollouts"))
+    index.update(RUN, StepFiles(run_dir / "rollouts"))
     (found,) = find(index, step_to=1).rows
     assert (found.reward, found.response) == (None, "a \ufffd b \x00 c")
     assert parse_sample((run_dir / "rollouts" / "step_000001.jsonl").read_bytes()).label == '{"answer": [1]}'
@@ -227,13 +232,13 @@ def test_100000_samples_are_read_once_and_asked_for_through_indexes(index, tmp_p
         (folder / f"step_{step:06d}.jsonl").write_text("\n".join(rows) + "\n")
     parsed = []
     monkeypatch.setattr(records, "parse_sample", lambda line, parse=parse_sample: parsed.append(0) or parse(line))
-    assert index.update(RUN, JsonlRecords(folder)) == len(parsed) == 100_000
-    assert index.update(RUN, JsonlRecords(folder)) == 0
+    assert index.update(RUN, StepFiles(folder)) == len(parsed) == 100_000
+    assert index.update(RUN, StepFiles(folder)) == 0
     parsed.clear()
     assert find(index, page=1000).total == 100_000
     group = index.group_of(find(index, step_from=50, step_to=50).rows[0].id)
     assert [place.file for place in group] == ["step_000050.jsonl"] * 8
-    assert [JsonlRecords(folder).load(place.file, place.place).step for place in group] == [50] * 8
+    assert [StepFiles(folder).load(place.file, place.place).step for place in group] == [50] * 8
     assert len(parsed) == 8, "lists are answered from the index, and a group reads its own records"
     assert index.path.stat().st_size < 100 * 2**20, "tokens stay in the record"
 
@@ -245,3 +250,51 @@ def test_100000_samples_are_read_once_and_asked_for_through_indexes(index, tmp_p
                 f"EXPLAIN QUERY PLAN SELECT id FROM samples WHERE {where} ORDER BY {terms} LIMIT 50", values
             ).fetchall()
             assert all("USING" in row[3] and "INDEX" in row[3] for row in plan if "samples" in row[3]), (order, plan)
+
+
+def write_parquet(folder, step, responses):
+    """Write the record of a step as the trainer does, with rows of 1 + 3 tokens and two of them in a row group."""
+    prompt = Prompt(3, "sort 31>", (1,), label={"answer": [1]})
+    items = [
+        make_trajectory(prompt, (1, 5, 6, 7), (0, 1, 0, 1), (0, -0.5, 0, -0.25), 0.5, extra_logs={"exact": 1.0})
+        for _ in responses
+    ]
+    values = [np.array([0, 1.5, 0, 2.5], np.float32)] * len(items)
+    columns = {"step": [step] * len(items), "response": responses, "advantages": values, "old_log_probs": values}
+    folder.mkdir(exist_ok=True)
+    write_samples(folder / f"step_{step:06d}.parquet", items, columns)
+
+
+def test_parquet_files_are_indexed_and_read_row_by_row(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_files, "GROUP_TOKENS", 8)
+    folder = tmp_path / "rollouts"
+    responses = [f"answer {number}" for number in range(5)]
+    write_parquet(folder, 1, responses)
+    write_step(tmp_path, 2, [record(2, 0, "of an older version")])
+    records = StepFiles(folder)
+    assert [sample.sample.response for sample in records.read("step_000001.parquet")] == responses
+    assert [sample.sample.response for sample in records.read("step_000001.parquet", 3)] == responses[3:]
+    for place, response in enumerate(responses):
+        assert records.load("step_000001.parquet", place).response == response
+    sample = records.load("step_000001.parquet", 0)
+    assert (sample.step, sample.prompt_index, sample.label, sample.extra) == (1, 3, '{"answer": [1]}', {"exact": 1.0})
+    assert (sample.ids, sample.actions, sample.length, sample.turns) == ([5, 6, 7], [True, False, True], 2, 2)
+    assert (sample.advantages, sample.engine) == ([1.5, 0, 2.5], [-0.5, 0, -0.25])
+    assert index.update(RUN, records) == 6
+    assert index.update(RUN, records) == 0
+    write_parquet(folder, 3, responses[:2])
+    assert index.update(RUN, records) == 2
+    assert index.find(Query(RUN, text="answer")).total == 7
+    assert records.load("step_000001.parquet", 99) is None
+    assert records.load("step_000009.parquet", 0) is None
+
+
+def test_a_damaged_parquet_file_does_not_hide_the_others(index, tmp_path):
+    folder = tmp_path / "rollouts"
+    write_parquet(folder, 1, ["one"])
+    write_parquet(folder, 2, ["two"])
+    (folder / "step_000001.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(OSError, match=r"step_000001\.parquet cannot be read"):
+        index.update(RUN, StepFiles(folder))
+    assert index.find(Query(RUN)).total == 1
+    assert StepFiles(folder).load("step_000001.parquet", 0) is None

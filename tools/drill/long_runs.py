@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
 from tests.tiny import make_model
@@ -105,8 +106,8 @@ def fails(prompt: str) -> bool:
 
 
 def recorded(folder: Path) -> list[dict]:
-    files = sorted((folder / "out" / "run" / "rollouts").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    files = sorted((folder / "out" / "run" / "rollouts").glob("step_*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
 def drill_many_steps(folder: Path, count: int) -> Outcome:

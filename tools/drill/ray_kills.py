@@ -6,7 +6,6 @@ kills it ends with a cause and is resumed. In any case each prompt must have bee
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 
 from openrlhf.cluster.reaper import KEPT, PREFIX
 from tests.cluster.ray_runs import ON_RAY
@@ -126,8 +126,8 @@ def finishes(process: subprocess.Popen[bytes], folder: Path, target: str) -> boo
 
 def must_train_each_once(folder: Path) -> None:
     """Check the recorded rollouts: every sample of every prompt, and every step, exactly once."""
-    files = sorted((folder / "out" / "run" / "rollouts").glob("step_*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    files = sorted((folder / "out" / "run" / "rollouts").glob("step_*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file, columns=["prompt"]).to_pylist()]
     trained = Counter(row["prompt"]["index"] for row in rows)
     if trained != dict.fromkeys(range(PROMPTS), SAMPLES):
         wrong = {prompt: trained[prompt] for prompt in range(PROMPTS) if trained[prompt] != SAMPLES}

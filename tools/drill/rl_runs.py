@@ -65,14 +65,14 @@ def must_equal(folder: Path, reference: Path) -> None:
     if metrics_of(folder) != metrics_of(reference):
         raise Lost("the metrics differ from those of the uninterrupted run")
     exported = [path.relative_to(reference) for path in (reference / "out").glob("*.safetensors")]
-    recorded = [path.relative_to(reference) for path in (reference / "out" / "run" / "rollouts").glob("step_*.jsonl")]
+    recorded = [path.relative_to(reference) for path in (reference / "out" / "run" / "rollouts").glob("step_*.parquet")]
     latest = (reference / "ckpt" / "latest").read_text(encoding="utf-8")
     if (folder / "ckpt" / "latest").read_text(encoding="utf-8") != latest:
         raise Lost("`latest` does not name the same checkpoint as in the uninterrupted run")
     for name in [*exported, *recorded, *_content(reference, latest)]:
         if not (folder / name).is_file() or (folder / name).read_bytes() != (reference / name).read_bytes():
             raise Lost(f"{name} differs from that of the uninterrupted run")
-    extra = {path.name for path in (folder / "out" / "run" / "rollouts").glob("step_*.jsonl")}
+    extra = {path.name for path in (folder / "out" / "run" / "rollouts").glob("step_*.parquet")}
     if extra != {path.name for path in recorded}:
         raise Lost("the recorded steps differ from those of the uninterrupted run")
 
@@ -90,7 +90,7 @@ def must_be_whole(folder: Path, reference: Path) -> None:
         for path in (reference / "out").glob("*.safetensors"):
             if (folder / "out" / path.name).read_bytes() != path.read_bytes():
                 raise Lost(f"out/{path.name} is not complete, although config.json is there")
-    for path in (folder / "out" / "run" / "rollouts").glob("step_*.jsonl"):
+    for path in (folder / "out" / "run" / "rollouts").glob("step_*.parquet"):
         if path.read_bytes() != (reference / path.relative_to(folder)).read_bytes():
             raise Lost(f"{path.name} is not complete")
 
@@ -99,5 +99,5 @@ def _content(reference: Path, name: str) -> list[Path]:
     """List the files of a checkpoint of the reference that depend on nothing but the training."""
     files = (reference / "ckpt" / name).rglob("*")
     return [
-        file.relative_to(reference) for file in files if file.suffix == ".safetensors" or file.name == "queue.jsonl"
+        file.relative_to(reference) for file in files if file.suffix == ".safetensors" or file.name == "queue.parquet"
     ]

@@ -125,8 +125,8 @@ def replay_is_of_another_run(config: RLConfig) -> None:
         )
     if not folder.is_dir():
         raise ConfigError(f"--replay {replay}: no such folder", try_this="--replay ./ckpt/run/rollouts")
-    if not any(folder.glob("step_*.jsonl")):
-        raise ConfigError(f"--replay {replay} has no step_*.jsonl, so it is not a folder of recorded rollouts")
+    if not any(file.suffix in (".parquet", ".jsonl") for file in folder.glob("step_*")):
+        raise ConfigError(f"--replay {replay} has no step_*.parquet, so it is not a folder of recorded rollouts")
 
 
 def outputs_can_be_written(config: object) -> None:

@@ -1,0 +1,165 @@
+"""Trajectories in Parquet files: one row per sample, and one list per sample for each array.
+
+`rl/record.py` writes the samples of a step and the queue of a checkpoint in this form, and reads them again. Tables are
+made of whole arrays, a few samples at a time. A row group has about a million tokens, so that one sample can be read
+without the rest of its file. Labels and logs may be anything that JSON can hold, so they are JSON in a text column.
+
+Versions before 1.1 wrote JSON lines, which can still be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from openrlhf.training.disk_space import replacing
+from openrlhf.types import NOT_SAMPLED, Prompt, Trajectory
+
+GROUP_TOKENS = 2**20  # tokens of a row group
+REPEATED = ["prompt.text", "prompt.label", "prompt.datasource"]  # columns that are equal in many rows
+ARRAYS = {  # the arrays of a trajectory
+    "input_ids": np.int32,
+    "action_mask": np.bool_,
+    "rollout_log_probs": np.float32,
+    "token_versions": np.int32,
+    "temperature_factors": np.float32,
+}
+SCALARS = {
+    "reward": pa.float64(),
+    "score": pa.float64(),
+    "truncated": pa.bool_(),
+    "version": pa.int64(),
+    "whole_vocabulary": pa.bool_(),
+}
+STEPS = pa.list_(pa.struct([("place", pa.int32()), ("reward", pa.float64())]))
+Values: TypeAlias = Sequence[NDArray[Any]] | Sequence[str] | Sequence[int]  # of one column, one per sample
+
+
+def write_samples(path: Path, items: Sequence[Trajectory], more: Mapping[str, Values], about: object = None) -> None:
+    """Replace a file by one with these samples; `more` are further columns, and `about` is stored with the schema."""
+    metadata = {"about": json.dumps(about)}
+    with replacing(path) as aside, aside.open("wb") as file:
+        writer: pq.ParquetWriter | None = None
+        for group in row_groups(items):
+            table = make_table(items[group], {name: values[group] for name, values in more.items()})
+            if writer is None:
+                schema = table.schema.with_metadata(metadata)
+                writer = pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=REPEATED)
+            writer.write_table(table.cast(writer.schema), row_group_size=max(1, len(table)))
+        assert writer is not None
+        writer.close()
+
+
+def row_groups(items: Sequence[Trajectory]) -> Iterator[slice]:
+    """Yield the samples of each row group; one empty group if there are no samples."""
+    start = tokens = 0
+    for place, item in enumerate(items):
+        if place > start and tokens + len(item.input_ids) > GROUP_TOKENS:
+            yield slice(start, place)
+            start, tokens = place, 0
+        tokens += len(item.input_ids)
+    yield slice(start, len(items))
+
+
+def make_table(items: Sequence[Trajectory], more: Mapping[str, Values]) -> pa.Table:
+    """Return samples as a table."""
+    prompts = [item.prompt for item in items]
+    prompt = {
+        "index": pa.array([own.index for own in prompts], pa.int64()),
+        "text": text_column([own.text for own in prompts]),
+        "input_ids": list_column([np.array(own.input_ids, np.int32) for own in prompts], np.int32),
+        "label": pa.array([json.dumps(own.label) for own in prompts], pa.string()),
+        "datasource": text_column([own.datasource for own in prompts]),
+    }
+    steps = [[{"place": place, "reward": reward} for place, reward in item.step_rewards] for item in items]
+    columns: dict[str, pa.Array] = {
+        "prompt": pa.StructArray.from_arrays(list(prompt.values()), names=list(prompt)),
+        **{name: list_column([vars(item)[name] for item in items], dtype) for name, dtype in ARRAYS.items()},
+        **{name: pa.array([vars(item)[name] for item in items], kind) for name, kind in SCALARS.items()},
+        "extra_logs": pa.array([json.dumps(dict(item.extra_logs)) for item in items], pa.string()),
+        "step_rewards": pa.array(steps, STEPS),
+    }
+    for name, values in more.items():
+        if len(values) and isinstance(values[0], np.ndarray):
+            columns[name] = list_column(values, np.float32)
+        else:
+            columns[name] = text_column(values) if name == "response" else pa.array(values, pa.int64())
+    return pa.table(columns)
+
+
+def list_column(arrays: Sequence[Any], dtype: type[np.generic]) -> pa.Array:
+    """Return an array, or None, of each sample as a column of lists."""
+    absent = [array is None for array in arrays]
+    given = [np.empty(0, dtype) if array is None else array for array in arrays]
+    offsets = np.cumsum([0, *map(len, given)], dtype=np.int32)
+    values = np.concatenate(given) if given else np.empty(0, dtype)
+    mask = pa.array(absent, pa.bool_()) if any(absent) else None
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(dtype, copy=False)), mask=mask)
+
+
+def text_column(texts: Sequence[Any]) -> pa.Array:
+    """Return texts as a column; lone surrogates, which JSON allows and UTF-8 does not, are replaced."""
+    try:
+        return pa.array(texts, pa.string())
+    except UnicodeEncodeError:
+        return pa.array([text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts])
+
+
+def read_samples(path: Path) -> list[Trajectory]:
+    """Read the samples of a file, in Parquet or, from an older version, as JSON lines."""
+    if path.suffix == ".jsonl":
+        return [trajectory_of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return samples_of(pq.read_table(path))
+
+
+def read_about(path: Path) -> Any:
+    """Return what was stored with the schema."""
+    return json.loads(pq.read_schema(path).metadata[b"about"])
+
+
+def samples_of(table: pa.Table) -> list[Trajectory]:
+    """Return the samples of a table; their arrays are views of its columns."""
+    arrays = {name: split_column(table.column(name)) for name in ARRAYS}
+    plain = {name: table.column(name).to_pylist() for name in (*SCALARS, "prompt", "extra_logs", "step_rewards")}
+    found = []
+    for row in range(len(table)):
+        prompt = plain["prompt"][row]
+        steps = tuple((step["place"], step["reward"]) for step in plain["step_rewards"][row])
+        known: dict[str, Any] = {name: values[row] for name, values in arrays.items()}
+        known |= {name: plain[name][row] for name in SCALARS}
+        prompt |= {"input_ids": tuple(prompt["input_ids"]), "label": json.loads(prompt["label"])}
+        logs = json.loads(plain["extra_logs"][row])
+        found.append(Trajectory(prompt=Prompt(**prompt), **known, extra_logs=logs, step_rewards=steps))
+    return found
+
+
+def split_column(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
+    """Return the list of each row as an array; None for a null."""
+    found: list[NDArray[Any] | None] = []
+    for chunk in column.chunks:
+        values, offsets = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
+        parts = [values[first:last] for first, last in pairwise(offsets)]
+        found += [part if known else None for part, known in zip(parts, chunk.is_valid().to_pylist(), strict=True)]
+    return found
+
+
+def trajectory_of(line: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory of a line that an older version wrote."""
+    known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
+    prompt: dict[str, Any] = dict(line["prompt"])
+    known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
+    for name, dtype in ARRAYS.items():
+        known[name] = np.array(known.get(name, ()), dtype)
+    if not len(known["temperature_factors"]):
+        known["temperature_factors"] = None
+    known["token_versions"] = np.where(known["action_mask"], np.int32(known["version"]), np.int32(NOT_SAMPLED))
+    known["step_rewards"] = tuple((place, reward) for place, reward in known["step_rewards"])
+    return Trajectory(**known)
