@@ -134,17 +134,17 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coef: float) -> Te
 
 
 @torch.no_grad()
-def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: float) -> Tensor:
-    """Return token rewards [batch, tokens]: -kl_coef kl at each action token, plus the reward at the last one.
+def spread(rewards: Tensor, last: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: float) -> Tensor:
+    """Return token rewards [tokens]: -kl_coef kl at each action token, plus a sample's reward at its last one.
 
-    See InstructGPT, arXiv 2203.02155, eq. 2. There is no KL term if `kl` is None or the coefficient is not positive.
+    `rewards` and `last`, the place of each sample's last action token or -1, are [samples]. See InstructGPT,
+    arXiv 2203.02155, eq. 2. There is no KL term if `kl` is None or the coefficient is not positive.
     """
-    acts = action_mask.bool()
-    remaining = acts.flip(-1).cumsum(-1).flip(-1)  # [batch, tokens]: action tokens from this one on
-    token_rewards = masked(rewards.unsqueeze(-1).expand(acts.shape), acts & (remaining == 1))
-    if kl is None or kl_coef <= 0:
-        return token_rewards
-    return token_rewards - kl_coef * masked(kl, acts)
+    penalised = kl is not None and kl_coef > 0
+    token_rewards = masked(kl, action_mask) * -kl_coef if penalised else torch.zeros(action_mask.shape)
+    acted = last >= 0
+    token_rewards[last[acted]] += rewards[acted].float()
+    return token_rewards
 
 
 def group_is_kept(scores: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:

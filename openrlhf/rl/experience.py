@@ -36,7 +36,6 @@ class Experience:
     trajectories: list[Trajectory]
     tokens: RolloutTokens
     advantages: Tensor
-    rollout_log_probs: Tensor
     old_log_probs: Tensor | None
     reference_log_probs: Tensor | None
     old_values: Tensor | None
@@ -50,10 +49,11 @@ class Experience:
         def lay_out(values: Tensor | None) -> Tensor | None:
             return None if values is None else self.tokens.lay_out(values, samples)
 
+        sampled = [self.trajectories[number].rollout_log_probs for number in samples]  # [tokens] each
         return self.tokens.batch(samples).as_kind(
             PolicyBatch,
             advantages=self.tokens.lay_out(self.advantages, samples),
-            rollout_log_probs=self.tokens.lay_out(self.rollout_log_probs, samples),
+            rollout_log_probs=self.tokens.layout.combine(sampled, 0.0),
             old_log_probs=lay_out(self.old_log_probs),
             reference_log_probs=lay_out(self.reference_log_probs),
             old_values=lay_out(self.old_values),
@@ -111,59 +111,58 @@ def compute_experience(
     # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
     rewards = penalised(tokens, flags, config.rollout.longest_response)  # [samples]
     group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
+    estimator, last = config.advantage.advantage_estimator, tokens.last_actions()
+    shaped = None
     if flags.step_rewards:
-        estimator, clip_range = config.advantage.advantage_estimator, flags.reward_clip_range
-        steps = step_token_rewards(tokens, rewards, group_ids, estimator, clip_range)
-        token_rewards = spread_rewards(tokens, torch.zeros_like(rewards), penalty, kl_coef).add_(steps)
+        steps = step_token_rewards(tokens, rewards, group_ids, estimator, flags.reward_clip_range)
+        token_rewards = shaping.spread(torch.zeros_like(rewards), last, penalty, mask, kl_coef).add_(steps)
     else:
-        shaped = shaping.SHAPING[config.advantage.advantage_estimator](rewards, group_ids)  # [samples]
-        token_rewards = spread_rewards(tokens, shaped.clamp(*flags.reward_clip_range), penalty, kl_coef)
-    advantages, returns = compute_advantages(tokens, token_rewards, values, config.advantage)
+        shaped = shaping.SHAPING[estimator](rewards, group_ids).clamp(*flags.reward_clip_range)  # [samples]
+        token_rewards = shaping.spread(shaped, last, penalty, mask, kl_coef)
+    outcomes = shaped if penalty is None or kl_coef <= 0 else None
+    advantages, returns = compute_advantages(tokens, token_rewards, outcomes, values, config.advantage)
 
     metrics = rollout_metrics(tokens, rewards, group_ids, token_rewards)
     # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
-    metrics["rollout/entropy"] = float(-rollout_log_probs[mask].mean())
+    metrics["rollout/entropy"] = -float(masked(rollout_log_probs, mask).sum()) / tokens.num_actions
     if kl is not None:
-        metrics["kl"] = float(kl[mask].mean())
+        metrics["kl"] = float(kl.sum()) / tokens.num_actions
     if flags.step_rewards:
         metrics["steps"] = float(np.mean([len(item.step_rewards) for item in trajectories]))
     return Experience(
         trajectories=trajectories,
         tokens=tokens,
         advantages=advantages,
-        rollout_log_probs=rollout_log_probs,
         old_log_probs=rollout_log_probs if old_log_probs_are_the_engines(config) else log_probs,
         reference_log_probs=reference_log_probs,
         old_values=values,
-        returns=None if values is None else returns,
+        returns=returns,
         metrics=metrics,
         kl=metrics.get("kl"),
     )
 
 
-def spread_rewards(tokens: RolloutTokens, rewards: Tensor, kl: Tensor | None, kl_coef: float) -> Tensor:
-    """Assign the rewards [samples] to the last action tokens, and the KL to all; see `shaping.spread`."""
-    spread = torch.empty(len(tokens.action_mask))
-    for samples in tokens.chunks():
-        mask = tokens.pad(tokens.action_mask, samples)  # [samples of the chunk, tokens]
-        own_kl = None if kl is None else tokens.pad(kl, samples)
-        tokens.put_back(shaping.spread(rewards[samples], own_kl, mask, kl_coef), samples, spread)
-    return spread
-
-
 def compute_advantages(
-    tokens: RolloutTokens, token_rewards: Tensor, values: Tensor | None, flags: AdvantageFlags
-) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns; some estimators whiten the advantages over the whole rollout."""
+    tokens: RolloutTokens, token_rewards: Tensor, outcomes: Tensor | None, values: Tensor | None, flags: AdvantageFlags
+) -> tuple[Tensor, Tensor | None]:
+    """Return advantages and, with a critic, returns; some estimators whiten the advantages over the whole rollout.
+
+    `outcomes` are the rewards [samples] if each is that of the last action token, and other tokens have none. Without a
+    discount, this is the return of every action token, and there is nothing to sum.
+    """
     estimate, mask = ADVANTAGES[flags.advantage_estimator], tokens.action_mask
-    advantages, returns = torch.empty_like(token_rewards), torch.empty_like(token_rewards)
-    for samples in tokens.chunks():
-        own_rewards, own_mask = tokens.pad(token_rewards, samples), tokens.pad(mask, samples)
-        baseline = torch.zeros_like(own_rewards) if values is None else tokens.pad(values, samples)
-        own_advantages, own_returns = estimate(own_rewards, baseline, own_mask, flags.gamma, flags.lambd)
-        tokens.put_back(own_advantages, samples, advantages)
-        if values is not None:
-            tokens.put_back(own_returns, samples, returns)
+    returns = None if values is None else torch.empty_like(token_rewards)
+    if outcomes is not None and values is None and flags.gamma == 1.0:
+        advantages = masked(torch.from_numpy(np.repeat(outcomes.numpy(), tokens.lengths)), mask)
+    else:
+        advantages = torch.empty_like(token_rewards)
+        for samples in tokens.chunks():
+            own_rewards, own_mask = tokens.pad(token_rewards, samples), tokens.pad(mask, samples)
+            baseline = torch.zeros_like(own_rewards) if values is None else tokens.pad(values, samples)
+            own_advantages, own_returns = estimate(own_rewards, baseline, own_mask, flags.gamma, flags.lambd)
+            tokens.put_back(own_advantages, samples, advantages)
+            if returns is not None:
+                tokens.put_back(own_returns, samples, returns)
     if flags.advantage_estimator in shaping.WHITENED:
         advantages = normalize(advantages, mask, not flags.no_advantage_std_norm)
     return advantages, returns
@@ -252,8 +251,8 @@ def rollout_metrics(
     metrics = {
         "reward": float(rewards.mean()),
         "score": float(np.mean([item.score for item in trajectories])),
-        "return": float(token_rewards.sum(dtype=torch.float64)) / len(trajectories),
-        "response_length": float(tokens.action_mask.sum()) / len(trajectories),
+        "return": float(token_rewards.sum()) / len(trajectories),
+        "response_length": tokens.num_actions / len(trajectories),
         "total_length": float(tokens.lengths.mean()),
         "truncated": float(np.mean([item.truncated for item in trajectories])),
         "rollout/reward_std": float(rewards.double().std(correction=0)),

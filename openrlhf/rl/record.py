@@ -107,7 +107,7 @@ class Recorder:
             tensor = vars(experience)[name]
             if tensor is not None:
                 parts = experience.tokens.split(tensor)
-                columns[name] = [parts[row].numpy() for row in rows]
+                columns[name] = [parts[row] for row in rows]
         name = STEP_FILE.format(step)
         if not self._try_to_write(lambda path: write_samples(path, items, columns), name):
             return

@@ -52,7 +52,9 @@ def write_samples(path: Path, items: Sequence[Trajectory], more: Mapping[str, Va
             table = make_table(items[group], {name: values[group] for name, values in more.items()})
             if writer is None:
                 schema = table.schema.with_metadata(metadata)
-                writer = pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=REPEATED)
+                # Stronger compression takes twice as long and saves a sixth.
+                options = {"compression": "snappy", "use_dictionary": REPEATED, "write_statistics": False}
+                writer = pq.ParquetWriter(file, schema, **options)
             writer.write_table(table.cast(writer.schema), row_group_size=max(1, len(table)))
         assert writer is not None
         writer.close()

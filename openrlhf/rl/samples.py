@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from openrlhf.algo.balance import first_fit
 from openrlhf.algo.balance import micro_batches as by_tokens
@@ -107,17 +107,31 @@ class RolloutTokens:
         return RolloutTokens(trajectories, bounds, torch.from_numpy(mask), layout)
 
     @property
+    def num_actions(self) -> int:
+        return int(np.count_nonzero(self.action_mask.numpy()))
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each sample, [samples]."""
         return np.diff(self.bounds)
+
+    def last_actions(self) -> Tensor:
+        """Return the place of each sample's last action token among all tokens, or -1 if it has none: [samples]."""
+        mask, found = self.action_mask.numpy(), np.full(len(self.trajectories), -1)
+        for number, (first, last) in enumerate(pairwise(self.bounds.tolist())):
+            back = int(mask[first:last][::-1].argmax())  # stops at the first True
+            if mask[last - 1 - back]:
+                found[number] = last - 1 - back
+        return torch.from_numpy(found)
 
     def join(self, arrays: Iterable[NDArray[np.float32]]) -> Tensor:
         """Return an array [tokens] of each sample as one tensor."""
         return torch.from_numpy(np.concatenate(list(arrays)))
 
-    def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Return the part of each sample, as a view."""
-        return values.split(self.lengths.tolist())
+    def split(self, values: Tensor) -> list[NDArray[np.float32]]:
+        """Return the values [tokens] of each sample, as views."""
+        whole = values.numpy()
+        return [whole[first:last] for first, last in pairwise(self.bounds.tolist())]
 
     def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
         """Return the tokens of the given samples."""
@@ -147,36 +161,39 @@ class RolloutTokens:
 
     def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
         """Undo `lay_out`: return the values [tokens] of all samples from those of the micro-batches `parts`."""
-        whole = torch.empty(int(self.bounds[-1]))
+        whole, bounds = np.empty(self.bounds[-1], np.float32), self.bounds.tolist()
         for samples, tensor in zip(parts, tensors, strict=True):
-            start = 0  # of a sample in a packed row
+            rows, start = tensor.float().cpu().numpy(), 0  # the place of a sample in a packed row
             for row, number in enumerate(samples):
-                first, last = int(self.bounds[number]), int(self.bounds[number + 1])
-                length = last - first
-                whole[first:last] = tensor[0, start : start + length] if self.layout.packing else tensor[row, :length]
+                length = bounds[number + 1] - bounds[number]
+                found = rows[0, start : start + length] if self.layout.packing else rows[row, :length]
+                whole[bounds[number] : bounds[number + 1]] = found
                 start += length
-        return whole
+        return torch.from_numpy(whole)
 
     def chunks(self) -> Iterator[list[int]]:
         """Yield all samples in chunks of similar length, so that little of a chunk is padding."""
+        lengths = self.lengths
         chunk: list[int] = []
-        for number in np.argsort(-self.lengths, kind="stable").tolist():
-            if chunk and (len(chunk) + 1) * int(self.lengths[chunk[0]]) > CHUNK_TOKENS:
+        longest = 0
+        for number in np.argsort(-lengths, kind="stable").tolist():
+            if chunk and (len(chunk) + 1) * longest > CHUNK_TOKENS:
                 yield chunk
                 chunk = []
+            longest = longest if chunk else int(lengths[number])
             chunk.append(number)
         yield chunk
 
     def pad(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [tokens] of the given samples as [samples, longest of them], zero on padding."""
-        parts = [values[int(self.bounds[number]) : int(self.bounds[number + 1])] for number in samples]
-        return pad_sequence(parts, batch_first=True)
+        parts = self.split(values)
+        return Layout(packing=False, pad_id=0).combine([parts[number] for number in samples], 0)
 
     def put_back(self, padded: Tensor, samples: Sequence[int], values: Tensor) -> None:
         """Undo `pad`: write [samples, longest of them] into the values [tokens] of all samples."""
-        for row, number in enumerate(samples):
-            first, last = int(self.bounds[number]), int(self.bounds[number + 1])
-            values[first:last] = padded[row, : last - first]
+        parts = self.split(values)
+        for row, number in zip(padded.numpy(), samples, strict=True):
+            parts[number][:] = row[: len(parts[number])]
 
 
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutBatch:

@@ -149,18 +149,18 @@ def test_stop_properly_coefficient_above_one_is_rejected():
 
 
 def test_spread_matches_hand_computation():
-    kl = torch.tensor([[0.1, 9, 0.3, torch.nan], [1, 1, 1, 1]])
-    action_mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]])
-    got = spread(torch.tensor([5, 7]), kl, action_mask, 0.5)
-    assert_close(got, torch.tensor([[-0.05, 0, 4.85, 0], [0, 0, 0, 0]]))
+    kl = torch.tensor([0.1, 9, 0.3, torch.nan, 1, 1, 1, 1])  # two samples of four tokens
+    action_mask = torch.tensor([1, 0, 1, 0, 0, 0, 0, 0])
+    got = spread(torch.tensor([5, 7]), torch.tensor([2, -1]), kl, action_mask, 0.5)
+    assert_close(got, torch.tensor([-0.05, 0, 4.85, 0, 0, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, -1.0])
 def test_spread_without_penalty_puts_the_reward_at_the_end(kl_coef):
-    mask = torch.tensor([[1, 1, 0]])
-    expected = torch.tensor([[0.0, 5, 0]])
-    assert_close(spread(torch.tensor([5.0]), torch.ones(1, 3), mask, kl_coef), expected)
-    assert_close(spread(torch.tensor([5.0]), None, mask, 1.0), expected)
+    mask, last = torch.tensor([1, 1, 0]), torch.tensor([1])
+    expected = torch.tensor([0.0, 5, 0])
+    assert_close(spread(torch.tensor([5.0]), last, torch.ones(3), mask, kl_coef), expected)
+    assert_close(spread(torch.tensor([5.0]), last, None, mask, 1.0), expected)
 
 
 @given(batches(1))
@@ -168,7 +168,9 @@ def test_spread_keeps_the_sum(batch):
     (kl,) = batch.tensors
     rewards = torch.arange(1.0, len(kl) + 1)
     expected = torch.where(batch.mask.any(-1), rewards, 0) - 0.1 * torch.where(batch.mask, kl, 0).sum(-1)
-    assert_close(spread(rewards, kl, batch.mask, 0.1).sum(-1), expected)
+    places = torch.arange(kl.numel()).view_as(kl)
+    last = torch.where(batch.mask, places, -1).amax(-1)  # in the flattened batch
+    assert_close(spread(rewards, last, kl.flatten(), batch.mask.flatten(), 0.1).view_as(kl).sum(-1), expected)
 
 
 def test_filter_keeps_groups_strictly_inside_the_range():

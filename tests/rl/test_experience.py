@@ -76,7 +76,7 @@ def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TW
 def at_actions(made, name):
     """Values at the action tokens of each sample."""
     rows = zip(made.tokens.split(vars(made)[name]), made.trajectories, strict=True)
-    return [row[torch.tensor(item.action_mask)].tolist() for row, item in rows]
+    return [row[item.action_mask].tolist() for row, item in rows]
 
 
 def approx_rows(rows):
@@ -94,7 +94,8 @@ def test_ppo_with_a_critic_and_kl_in_the_reward_matches_hand_computation():
     assert at_actions(found, "advantages") == approx_rows([[value - mean for value in row] for row in raw])
     assert at_actions(found, "old_values") == approx_rows([[1, 2], [1, 2], [1], [1, 2]])
     assert at_actions(found, "old_log_probs") == approx_rows([[-0.7, -0.8], [-0.7, -0.8], [-0.7], [-0.7, -0.8]])
-    assert at_actions(found, "rollout_log_probs") == approx_rows([[-1, -1], [-1, -1], [-1], [-1, -1]])
+    sampled = found.batch(range(4)).rollout_log_probs  # [samples, tokens]
+    assert sampled.sum(1).tolist() == [-2, -2, -1, -2]
     assert found.kl == pytest.approx((4 * 0.2 - 3 * 0.4) / 7)
 
 
@@ -299,8 +300,9 @@ def test_the_ratio_of_old_samples_may_use_the_engines_log_probs():
     """The KL still uses the policy's log-probs; the ratio uses the log-probs of the sampling engine."""
     usual, found = experience(), experience(replace_flags(PPO, async_train=True, enable_vllm_is_correction=False))
     assert found.kl == usual.kl
-    assert torch.equal(found.old_log_probs, found.rollout_log_probs)
-    assert not torch.equal(usual.old_log_probs, usual.rollout_log_probs)
+    sampled = torch.cat([torch.from_numpy(item.rollout_log_probs) for item in TWO_GROUPS])
+    assert torch.equal(found.old_log_probs, sampled)
+    assert not torch.equal(usual.old_log_probs, sampled)
 
 
 def test_experience_metrics_match_hand_computation():
@@ -340,7 +342,7 @@ def test_splitting_into_micro_batches_changes_nothing(cut, settings):
     whole, cut_up = experience(settings), experience(settings, batching=Batching(Layout(packing, 0), size, budget))
     assert cut_up.metrics == whole.metrics
     assert cut_up.trajectories == whole.trajectories
-    for name in ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs", "rollout_log_probs"):
+    for name in ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs"):
         assert torch.equal(vars(cut_up)[name], vars(whole)[name]), name
 
 

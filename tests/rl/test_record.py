@@ -47,7 +47,6 @@ def experience(*items):
         trajectories=list(items),
         tokens=RolloutTokens.of(items, Layout(packing=False, pad_id=0)),
         advantages=per_token,
-        rollout_log_probs=torch.zeros_like(per_token),
         old_log_probs=None,
         reference_log_probs=None,
         old_values=None,

@@ -53,10 +53,10 @@ def samples():
         if length == 12:
             mask[5:8] = False
         ids = tuple(rng.integers(2, 60, length).tolist())
-        items.append(make_trajectory(Prompt(0, "", ids[:2]), ids, mask))
         own = {name: rng.normal(size=length) for name in ("advantages", "returns", "old_values")}
         for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
             own[name] = -4.4 + 0.3 * rng.normal(size=length)
+        items.append(make_trajectory(Prompt(0, "", ids[:2]), ids, mask, own.pop("rollout_log_probs")))
         arrays.append(own)
     tokens = RolloutTokens.of(items, WHOLE.layout)
     tensors = {name: tokens.join(own[name].astype(np.float32) for own in arrays) for name in arrays[0]}

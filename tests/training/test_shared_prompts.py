@@ -65,8 +65,11 @@ def labelled():
 def rollout_batches():
     """The micro-batches of a rollout with all that the policy and value objectives need."""
     random = np.random.default_rng(1)
-    items = [make_trajectory(Prompt(0, "", ()), row.input_ids, row.target_mask) for row in make_rows()]
-    names = ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs", "rollout_log_probs")
+    rows = make_rows()
+    sampled = [random.normal(-2.0, 0.3, len(row.input_ids)) for row in rows]
+    pairs = zip(rows, sampled, strict=True)
+    items = [make_trajectory(Prompt(0, "", ()), row.input_ids, row.target_mask, own) for row, own in pairs]
+    names = ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs")
     tokens = RolloutTokens.of(items, LAYOUT)
     given = {
         name: tokens.join(random.normal(-2.0, 0.3, len(item.input_ids)).astype(np.float32) for item in items)
