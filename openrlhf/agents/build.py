@@ -27,8 +27,7 @@ from openrlhf.config.sections.rl import RewardFlags
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_PROCESSES = 8
-EPISODES_BEFORE_ANOTHER = 16  # concurrent episodes in a process before another process is started
+MOST_PROCESSES = 8  # by default
 
 
 def build_executor(
@@ -36,7 +35,6 @@ def build_executor(
     tokenizer: PreTrainedTokenizerBase,
     *,
     context_length: int,
-    processes: int | None = None,
     trust_remote_code: bool = False,
     template: TemplateFlags | None = None,
     compares_engine: bool = False,
@@ -44,15 +42,11 @@ def build_executor(
     """Build the executor for an agent, a reward function, reward servers, or none of them.
 
     With none of them, reward models score the samples later. A file is loaded immediately in a first worker process, so
-    that errors in it are reported before training. `processes` is the maximum number of worker processes (default: half
-    of the CPU cores, at most 8). `compares_engine` means that the loss compares the log-probs of engine and trainer.
+    that errors in it are reported before training. `compares_engine` means that the loss compares the log-probs of
+    engine and trainer.
     """
-    processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
-    if is_in_memory(rewards.agent_func_path or rewards.remote_rm_url):
-        processes = 1  # an object runs in one thread, so it needs no locks; its async calls overlap
     if not rewards.agent_func_path:
-        source = reward_source(rewards, processes)
-        return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
+        return SingleTurnSamples(reward_source(rewards), tokenizer, context_length, rewards.on_reward_error)
 
     # Workers load the tokenizer from a temporary folder, which the pool deletes. AutoTokenizer takes seconds to
     # import, so use it only for classes that are not part of Transformers (hub code).
@@ -73,18 +67,25 @@ def build_executor(
         trust_remote_code=trust_remote_code,
         template=template or TemplateFlags(),
     )
-    limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
-    pool = Pool(spec, limits, owns=folder)
+    pool = Pool(spec, limits_of(rewards), owns=folder)
     pool.start()
     return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
 
 
-def reward_source(rewards: RewardFlags, processes: int) -> FileRewards | ServerRewards | None:
+def limits_of(rewards: RewardFlags) -> PoolLimits:
+    """Return the limits of the pool; an object runs in one worker thread, because a second one would race with it."""
+    processes = rewards.reward_processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
+    is_object = is_in_memory(rewards.agent_func_path or rewards.remote_rm_url)
+    return PoolLimits(rewards.reward_timeout, 1 if is_object else processes)
+
+
+def reward_source(rewards: RewardFlags) -> FileRewards | ServerRewards | None:
     """Return the reward function or the reward servers; None if only reward models score samples."""
     function = object_of(rewards.remote_rm_url, "remote_rm_url")
     if rewards.reward_file or function is not None:
-        limits = PoolLimits(rewards.reward_timeout, processes, calls_per_process=1 if function is None else None)
-        pool = Pool(WorkerSpec(file_of(rewards.reward_file, function), "reward", code=function), limits)
+        file = file_of(rewards.reward_file, function)
+        spec = WorkerSpec(file, "reward", code=function, concurrency=rewards.reward_concurrency)
+        pool = Pool(spec, limits_of(rewards))
         pool.start()
         return FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
     if rewards.reward_servers:

@@ -11,18 +11,28 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from openrlhf.agents.foreign_rewards import must_be_ours
 from openrlhf.errors import ConfigError
 
-# A reward function with the arguments (queries, prompts, labels).
-RewardFunction: TypeAlias = Callable[[list[str], list[str], list[object]], object]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Instance = TypeVar("Instance")
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's reward function, adapted to the arguments (queries, prompts, labels)."""
+
+    function: Callable[[list[str], list[str], list[object]], object]
+    is_async: bool  # it returns a coroutine
+
+    def __call__(self, queries: list[str], prompts: list[str], labels: list[object]) -> object:
+        return self.function(queries, prompts, labels)
 
 
 def load_module(file: str) -> ModuleType:
@@ -80,11 +90,12 @@ def adapt_reward(function: Callable[..., object], name: str) -> RewardFunction:
             f"{name} takes {inspect.signature(function)}, so it cannot be called with (queries, prompts, labels)",
             try_this="def reward_func(queries, prompts, labels): ...",
         )
+    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     if accepted >= 3:
-        return function
+        return RewardFunction(function, is_async)
     if "labels" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
-        return lambda queries, prompts, labels: function(queries, prompts, labels=labels)
-    return lambda queries, prompts, labels: function(queries, prompts)
+        return RewardFunction(lambda queries, prompts, labels: function(queries, prompts, labels=labels), is_async)
+    return RewardFunction(lambda queries, prompts, labels: function(queries, prompts), is_async)
 
 
 def defined_in(code: object) -> str:

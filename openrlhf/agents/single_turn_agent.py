@@ -33,7 +33,7 @@ class SingleTurnAgentExecutor(EpisodeExecutor):
         elif remote_rm_url is not None and remote_rm_url.endswith(".py"):
             self.reward = find_reward(load_module(remote_rm_url), remote_rm_url)
         elif remote_rm_url is not None:
-            self.reward = RewardServer(remote_rm_url, SERVER_TIMEOUT).score
+            self.reward = RewardFunction(RewardServer(remote_rm_url, SERVER_TIMEOUT).score, is_async=True)
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
         """Generate one response to the prompt and score it."""

@@ -38,7 +38,7 @@ def build(tokenizer):
     """Build the executor for these flags; `no_process_left` fails a test that does not close it."""
 
     def make(context_length=64, processes=1, **flags):
-        flags = {"reward_timeout": 20.0} | flags
-        return build_executor(RewardFlags(**flags), tokenizer, context_length=context_length, processes=processes)
+        flags = {"reward_timeout": 20.0, "reward_processes": processes} | flags
+        return build_executor(RewardFlags(**flags), tokenizer, context_length=context_length)
 
     return make

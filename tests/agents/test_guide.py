@@ -1,6 +1,9 @@
 """The files in docs/agents.md, each used as in a run."""
 
+import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,13 +23,39 @@ def file(write):
 def test_guide_has_a_file_for_every_kind():
     assert set(FILES) == {
         *("reward.py", "server.py", "environment.py", "steps.py", "client.py", "game.py", "gym.py"),
-        "program_reward.py",
+        *("program_reward.py", "judge.py"),
     }
 
 
 def test_reward_function(build, file):
     got = run(build(remote_rm_url=file("reward.py")), [Scripted("it is 2"), Scripted("3")]).trajectories
     assert [(item.reward, item.extra_logs) for item in got] == [(1.0, {"length": 7.0}), (0.0, {"length": 1.0})]
+
+
+class YesToTwo(BaseHTTPRequestHandler):
+    """A judge with OpenAI's protocol who says yes if the answer is 2."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        verdict = "Yes." if "Answer: 2" in asked else "No."
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": verdict}}
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+def test_judge(build, file, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), YesToTwo) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        got = run(build(remote_rm_url=file("judge.py"), reward_timeout=200.0), [Scripted("2"), Scripted("3")])
+        server.shutdown()
+    assert [item.reward for item in got.trajectories] == [1.0, 0.0]
 
 
 def test_text_of_a_finished_response_ends_with_eos(build, write):

@@ -356,10 +356,9 @@ def test_unusable_file_or_flag_is_rejected_before_training(write, tokenizer, sou
 
     with pytest.raises(ConfigError) as error:
         build_executor(
-            RewardFlags(agent_func_path=write(source)),
+            RewardFlags(agent_func_path=write(source), reward_processes=1),
             tokenizer,
             context_length=9,
-            processes=1,
             template=TemplateFlags(**flags),
         )
     assert message in str(error.value)

@@ -424,6 +424,8 @@ ADDED_TO_RL = {
     "step_rewards": False,
     "reward_weights": (),
     "prm_reduce": "min",
+    "reward_processes": None,
+    "reward_concurrency": None,
     "on_reward_error": "stop",
     "max_concurrent_episodes": None,
     "max_episodes_per_engine": None,

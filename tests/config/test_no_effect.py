@@ -68,6 +68,12 @@ SAID = {  # command and flags -> the line
     "train_ppo --advantage_estimator rloo --n_samples_per_prompt 2 --critic_learning_rate 1e-5": (
         "--critic_learning_rate 1e-05 has no effect without a critic, which only --advantage_estimator gae uses"
     ),
+    "train_ppo --remote_rm_url http://127.0.0.1:5000/get_reward --reward_concurrency 4": (
+        "--reward_concurrency 4 has no effect without a reward function"
+    ),
+    "train_ppo --remote_rm_url= --reward_pretrain ./model --reward_processes 4": (
+        "--reward_processes 4 has no effect without a .py file with a reward function or an agent"
+    ),
     "train_ppo --colocate_all_models": "--colocate_all_models has no effect in one process",
     "train_ppo --use_dynamic_batch --micro_train_batch_size 2": (
         "--micro_train_batch_size 2 has no effect with --use_dynamic_batch, which limits micro-batches by tokens"
@@ -85,7 +91,8 @@ QUIET = [  # the same flags in runs in which they have an effect
     "train_ppo --remote_rm_url= --reward_pretrain ./model --normalize_reward --prm_reduce mean --reward_weights 2",
     "train_ppo --remote_rm_url= --agent_func_path ./agent.py --step_rewards --system_prompt Hi",
     "train_ppo --remote_rm_url= --agent_func_path ./agent.py --reward_pretrain ./model --normalize_reward "
-    "--reward_timeout 9 --on_reward_error skip",
+    "--reward_timeout 9 --on_reward_error skip --reward_processes 2",
+    "train_ppo --reward_processes 2 --reward_concurrency 8",
     "train_ppo_ray --vllm_num_engines 8 --vllm_sync_backend gloo --enforce_eager",
     "train_ppo_ray --vllm_num_engines 8 --async_train --partial_rollout",
     "train_ppo --vllm_num_engines 1 --vllm_engines_per_gpu 2 --max_restarts 2",

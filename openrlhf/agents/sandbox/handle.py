@@ -30,8 +30,6 @@ class PoolLimits:
 
     timeout: float  # seconds of user code per call, excluding waits for the engine
     processes: int = 1
-    calls_before_another: int = 1  # concurrent calls in a worker before another worker is started
-    calls_per_process: int | None = None  # further calls are queued; None: no limit
 
 
 class WorkerHandle(ABC):
@@ -59,7 +57,7 @@ class WorkerHandle(ABC):
         self.failure: CallFailure | None = None  # why it was ended, or how it ended
         self.blamed: Call | None = None  # the call that caused `failure`, if known
         self.loop = asyncio.get_running_loop()
-        self.loaded: asyncio.Future[None] = mark_retrieved(self.loop.create_future())
+        self.loaded: asyncio.Future[messages.FileLoaded] = mark_retrieved(self.loop.create_future())
         too_slow = CallFailure(f"took longer than {LOADING_SECONDS:g} s to load")
         self.loading = self.loop.call_later(LOADING_SECONDS, self.fail, too_slow)
         self.prepare()
@@ -99,7 +97,8 @@ class WorkerHandle(ABC):
         """Stop a call that exceeded its deadline.
 
         If its code is running, the worker is ended. If it only waits, it is cancelled, and other calls of the worker
-        continue; the worker is ended if the call has not returned after GRACE_SECONDS.
+        continue; the worker is ended if the call has not returned after GRACE_SECONDS. A worker whose calls run in
+        threads abandons the call's thread; if even that fails, any of its calls may be holding the interpreter.
         """
         call.expired = expired = CallFailure(f"did not return within {self.limits.timeout:g} s (--reward_timeout)")
         self.retiring = True  # threads of the cancelled call may still run
@@ -108,7 +107,9 @@ class WorkerHandle(ABC):
         def kill_unless_ended() -> None:
             if call.number not in self.calls or self.killed:
                 return
-            if self.usage.running in (None, call.number):
+            if self.loaded.result().uses_threads and len(self.calls) > 1:
+                self.fail(expired)
+            elif self.usage.running in (None, call.number):
                 self.fail(expired, call)
             else:  # another call blocks the event loop, so the cancellation cannot take effect yet
                 self.loop.call_later(GRACE_SECONDS, kill_unless_ended)
@@ -140,7 +141,7 @@ class WorkerHandle(ABC):
                 self.usage.switch(message.call, self.loop.time())
             case messages.FileLoaded():
                 self.loading.cancel()
-                self.loaded.set_result(None)
+                self.loaded.set_result(message)
                 for waiting in self.calls.values():
                     self.start_deadline(waiting)
             case messages.CallRaised(call=None):

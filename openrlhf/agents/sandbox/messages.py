@@ -19,6 +19,7 @@ from openrlhf.config.in_memory import object_name
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.types import Completion, SamplingParams
 
+ASYNC_CALLS = 64  # default number of concurrent calls of an async reward function in a worker
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
@@ -36,6 +37,7 @@ class WorkerSpec:
     trust_remote_code: bool = False
     template: TemplateFlags = field(default_factory=TemplateFlags)
     code: Any = None  # a reward function or agent that a Python caller passed; it runs in a thread
+    concurrency: int | None = None  # concurrent calls of the reward function; None: ASYNC_CALLS if it is async, else 1
 
     @property
     def name(self) -> str:
@@ -90,6 +92,9 @@ class EngineAnswer:
 @dataclass(frozen=True)
 class FileLoaded:
     """The user's file has been loaded; the worker now accepts calls."""
+
+    max_calls: int | None  # concurrent calls; None: no limit
+    uses_threads: bool  # each call runs in a thread of its own, so the running call is not reported
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Pool of worker processes that run user code: assigns calls to processes and retries them after crashes.
 
 `FileRewards` and `AgentEpisodes` call it. If a process dies, the call that ended it is blamed and retried alone in a
-new process, up to its number of retries; the other calls start again in other processes. The pool has an event
-loop in its own thread, because an engine in the trainer's process may block the trainer's loop while it generates:
+new process, up to its number of retries; the other calls start again in other processes. If it is unknown which call
+ended the process, each reward call starts again in a process without other calls, so the next crash has one cause. The
+pool has an event loop in its own thread, because an engine in the trainer's process may block the trainer's loop while
+it generates:
 
     trainer's loop          pool's loop (thread)                     worker process
     Pool.call       ->      _run, _assign -> WorkerProcess.send  ->  Worker.serve -> user code
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 from collections import deque
 from tempfile import TemporaryDirectory
@@ -27,6 +30,7 @@ from openrlhf.types import Completion, Request
 
 CLOSED = "the worker processes of rewards and agents have been closed"
 MOST_UNEXPLAINED = 2  # retries of a call after crashes of unknown cause
+CALLS_BEFORE_ANOTHER = 16  # concurrent calls in a process before another process is started
 
 
 async def refuse_request(request: Request) -> Completion:
@@ -43,16 +47,21 @@ class Pool:
         self.queue: deque[Call] = deque()  # calls that wait for a process
         self.calls: set[Call] = set()  # all unfinished calls
         self.numbers = itertools.count()
+        self.max_calls = math.inf  # concurrent calls in a process; further calls are queued
         self.closed = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="openrlhf-agents")
         self.thread.start()
 
     def start(self) -> None:
-        """Load the file in a first process; raise ConfigError if it cannot be used."""
+        """Load the file in a first process, which also says how many calls a process takes.
+
+        Raise ConfigError if the file cannot be used.
+        """
 
         async def load() -> None:
-            await self._spawn().loaded
+            max_calls = (await self._spawn().loaded).max_calls
+            self.max_calls = math.inf if max_calls is None else max_calls
 
         try:
             asyncio.run_coroutine_threadsafe(load(), self.loop).result()
@@ -143,23 +152,31 @@ class Pool:
         """Assign queued calls to processes, in order, as capacity allows."""
         if self.closed:  # `_close` fails the queued calls; a process started now would never be killed
             return
-        limits = self.limits
-        queued, self.queue = self.queue, deque()
-        for call in queued:
-            open_workers = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.killed)]
-            worker = min(open_workers, key=lambda worker: len(worker.calls), default=None)  # the least busy one
-            may_spawn = len(open_workers) < limits.processes
-            if call.alone:  # the call crashed a process, so it gets its own
-                worker = self._spawn(alone=True)
-            elif worker is None or (may_spawn and len(worker.calls) >= limits.calls_before_another):
-                worker = self._spawn()
-            elif limits.calls_per_process is not None and len(worker.calls) >= limits.calls_per_process:
-                self.queue.append(call)  # all processes are full
-                continue
+        while self.queue and (worker := self._find_worker(self.queue[0])) is not None:
+            call = self.queue.popleft()
             call.expired = None
             worker.calls[call.number] = call
             worker.send(StartCall(call.number, call.input))  # a process that is still loading reads it later
             worker.start_deadline(call)
+
+    def _find_worker(self, call: Call) -> WorkerHandle | None:
+        """Return the least busy process with room for a call, or a new process; None if all processes are full."""
+        if call.alone:  # the call crashed a process, so it gets its own
+            return self._spawn(alone=True)
+
+        def load(worker: WorkerHandle) -> float:
+            shares = self.max_calls == math.inf or not any(other.unexplained for other in worker.calls.values())
+            return len(worker.calls) if shares else math.inf
+
+        # A call that may have crashed a process shares none. Episodes always do: in one process, the engine generates
+        # only when all of them wait for it, so none may be queued.
+        most = 1 if call.unexplained and self.max_calls < math.inf else self.max_calls
+        open_workers = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.killed)]
+        worker = min(open_workers, key=load, default=None)
+        may_spawn = len(open_workers) < self.limits.processes
+        if worker is None or (may_spawn and load(worker) >= min(CALLS_BEFORE_ANOTHER, most)):
+            return self._spawn()
+        return worker if load(worker) < most else None
 
     def _end_call(self, worker: WorkerHandle, call: Call) -> None:
         """Retry a call that ended after its deadline; kill its process if it is no longer needed."""

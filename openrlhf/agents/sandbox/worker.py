@@ -19,6 +19,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ class Worker(ABC):
     router: RequestRouter
     reward: RewardFunction  # set for a reward
     executor: AgentExecutorBase  # set for an agent
+    max_calls: int | None = None  # concurrent calls of the reward function
+    uses_threads = False  # True for a reward function that is not async but may run concurrently
     owns_process = True  # False: this process also trains, and its random state must not change
 
     def __init__(self) -> None:
@@ -106,7 +109,7 @@ class Worker(ABC):
                 except BaseException as error:  # noqa: BLE001 - user code may raise anything
                     self.send(describe_exception(None, error, message.file))
                     return False
-                self.send(messages.FileLoaded())
+                self.send(messages.FileLoaded(self.max_calls, self.uses_threads))
             case messages.StartCall():
                 token = current_call.set(message.call)
                 answer = self._answer(message.call, message.input)
@@ -133,6 +136,8 @@ class Worker(ABC):
                 if spec.code is None
                 else adapt_reward(spec.code, spec.name)
             )
+            self.max_calls = spec.concurrency or (messages.ASYNC_CALLS if self.reward.is_async else 1)
+            self.uses_threads = self.max_calls > 1 and not self.reward.is_async
             return
         build = find_agent(load_module(spec.file), spec.file) if spec.code is None else agent_of_object(spec.code)
         class_module, class_name = spec.tokenizer_class
@@ -153,7 +158,8 @@ class Worker(ABC):
         try:
             if isinstance(given, messages.RewardInput):
                 set_seed(given.seed, seeds_torch=self.owns_process)
-                returned = self.reward(given.queries, given.prompts, given.labels)
+                compute = partial(self.reward, given.queries, given.prompts, given.labels)
+                returned = await call_in_thread(compute) if self.uses_threads else compute()
                 result = plain(await returned if inspect.isawaitable(returned) else returned)
             else:
                 result = await self._run_episode(call, given)
@@ -211,6 +217,24 @@ class ProcessWorker(Worker):
             if not await self.take(message):
                 return
         end_all()  # the trainer is gone
+
+
+async def call_in_thread(function: Callable[[], object]) -> object:
+    """Call a function in a new thread; if it hangs, the thread does not keep its process from ending."""
+    outcome: Future[tuple[object, BaseException | None]] = Future()
+    outcome.set_running_or_notify_cancel()  # the thread may set the outcome even after the caller was cancelled
+
+    def call() -> None:
+        try:
+            outcome.set_result((function(), None))
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; a future rejects StopIteration
+            outcome.set_result((None, error))
+
+    threading.Thread(target=call, daemon=True, name="openrlhf-reward").start()
+    result, error = await asyncio.wrap_future(outcome)
+    if error is not None:
+        raise error
+    return result
 
 
 def describe_exception(call: int | None, error: BaseException, file: str) -> messages.CallRaised:

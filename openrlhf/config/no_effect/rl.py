@@ -1,6 +1,7 @@
 """Flags of RL rollouts, rewards and losses that have no effect in some runs; see `lines`."""
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.no_effect.lines import rows
 from openrlhf.config.runtime import loads_reference, uses_correction, uses_critic, uses_reference
 
@@ -16,6 +17,12 @@ def response_has_another_limit(config: RLConfig) -> bool:
     """
     rollout = config.rollout
     return rollout.max_len is not None and rollout.max_new_tokens != rollout.generate_max_len
+
+
+def has_reward_function(config: RLConfig) -> bool:
+    rewards = config.rewards
+    given = rewards.reward_file or is_in_memory(rewards.remote_rm_url)
+    return bool(given) and not rewards.agent_func_path
 
 
 RL = rows(
@@ -57,6 +64,12 @@ RL = rows(
         "reward_timeout on_reward_error label_key",
         "if only reward models give rewards",
         lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
+    ),
+    ("reward_concurrency", "without a reward function", lambda c: not has_reward_function(c)),
+    (
+        "reward_processes",
+        "without a .py file with a reward function or an agent",
+        lambda c: not (c.rewards.reward_file or c.rewards.agent_func_path) or is_in_memory(c.rewards.agent_func_path),
     ),
     # Losses.
     (

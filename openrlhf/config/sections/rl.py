@@ -219,6 +219,17 @@ class RewardFlags:
     reward_timeout: float = flag(
         180.0, "Timeout in seconds for one call to a reward function, agent step or reward server.", POSITIVE
     )
+    reward_processes: int | None = flag(
+        None,
+        "Worker processes for the reward function or the agent (default: half of the CPU cores, at most 8).",
+        POSITIVE,
+    )
+    reward_concurrency: int | None = flag(
+        None,
+        "Concurrent calls of the reward function in each worker process (default: 64 if it is async, else 1). Above "
+        "1, a function that is not async is called in as many threads, so it must be thread-safe.",
+        POSITIVE,
+    )
     on_reward_error: Literal["stop", "skip"] = flag("stop", "If a reward call fails, stop the run or skip the sample.")
     max_turns: int | None = flag(
         None, "Maximum turns per agent episode (default: no limit).", POSITIVE, needs="agent_func_path"
