@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -38,15 +39,18 @@ def build_executor(
     trust_remote_code: bool = False,
     template: TemplateFlags | None = None,
     compares_engine: bool = False,
+    in_lockstep: bool = False,
 ) -> GroupExecutor:
     """Build the executor for an agent, a reward function, reward servers, or none of them.
 
     With none of them, reward models score the samples later. A file is loaded immediately in a first worker process, so
     that errors in it are reported before training. `compares_engine` means that the loss compares the log-probs of
-    engine and trainer.
+    engine and trainer. `in_lockstep` means that the engine answers in batches, so that the groups of a batch are ready
+    at the same time.
     """
     if not rewards.agent_func_path:
-        return SingleTurnSamples(reward_source(rewards), tokenizer, context_length, rewards.on_reward_error)
+        source = reward_source(rewards, in_lockstep=in_lockstep)
+        return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
 
     # Workers load the tokenizer from a temporary folder, which the pool deletes. AutoTokenizer takes seconds to
     # import, so use it only for classes that are not part of Transformers (hub code).
@@ -79,7 +83,7 @@ def limits_of(rewards: RewardFlags) -> PoolLimits:
     return PoolLimits(rewards.reward_timeout, 1 if is_object else processes)
 
 
-def reward_source(rewards: RewardFlags) -> FileRewards | ServerRewards | None:
+def reward_source(rewards: RewardFlags, *, in_lockstep: bool) -> FileRewards | ServerRewards | None:
     """Return the reward function or the reward servers; None if only reward models score samples."""
     function = object_of(rewards.remote_rm_url, "remote_rm_url")
     if rewards.reward_file or function is not None:
@@ -87,7 +91,12 @@ def reward_source(rewards: RewardFlags) -> FileRewards | ServerRewards | None:
         spec = WorkerSpec(file, "reward", code=function, concurrency=rewards.reward_concurrency)
         pool = Pool(spec, limits_of(rewards))
         pool.start()
-        return FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
+        return FileRewards(
+            pool,
+            stop_at_failure=rewards.on_reward_error == "stop",
+            batch_groups=rewards.reward_batch_groups,
+            slots=math.inf if in_lockstep else None,  # calls then do not depend on the speed of earlier ones
+        )
     if rewards.reward_servers:
         key = rewards.reward_api_key or None
         return ServerRewards([RewardServer(url, rewards.reward_timeout, api_key=key) for url in rewards.reward_servers])

@@ -1,8 +1,8 @@
 """Sources of rewards for single-turn samples: a user's reward function, or reward servers.
 
 `SingleTurnSamples` calls its source once per group of samples. A reward function runs in workers (`sandbox`): processes
-for a file, threads for a Python object. A worker receives the texts of a group and returns their scores. Servers are
-called over HTTP (`reward_server`).
+for a file, threads for a Python object. A worker receives the texts of a group, or of several (`reward_batches`), and
+returns their scores. Servers are called over HTTP (`reward_server`).
 """
 
 from __future__ import annotations
@@ -13,47 +13,56 @@ from collections.abc import Sequence
 
 from openrlhf.agents.executor import clip
 from openrlhf.agents.futures import gather_or_cancel
+from openrlhf.agents.reward_batches import GroupBatches
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
 from openrlhf.agents.sandbox.pool import Pool
-from openrlhf.agents.scores import Group, Scored, read_scores
+from openrlhf.agents.scores import Samples, Scored, read_scores
 from openrlhf.errors import RewardError, counted
 
 CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 
 
 class FileRewards:
-    """Rewards from the reward_func in a .py file or from a Python function, which is called once per group."""
+    """Rewards from the reward_func in a .py file or from a Python function, which is called with one or more groups.
 
-    def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
+    `slots` is the number of calls that start before ready groups wait for each other (default: those that the pool runs
+    at a time). It is unused if `batch_groups`, the maximum number of groups in a call, is 1.
+    """
+
+    def __init__(self, pool: Pool, *, stop_at_failure: bool, batch_groups: int = 1, slots: float | None = None) -> None:
         self.pool = pool
         self.stop_at_failure = stop_at_failure
         self.origin = pool.spec.name
+        self.batches = GroupBatches(
+            self.call, self.score_alone, batch_groups, lambda: pool.capacity if slots is None else slots
+        )
 
-    async def score(self, group: Group, *, isolate: bool = True) -> list[Scored | RewardError]:
-        """Call reward_func on the group. If it fails, find the failing samples if `isolate`, else raise CallFailure."""
-        count = len(group.queries)
-        labels = [group.prompt.label] * count
-        given = RewardInput(list(group.queries), [group.prompt.text] * count, labels, group.seed)
+    async def score(self, group: Samples) -> list[Scored | RewardError]:
+        """Score the samples of a prompt; find those that fail."""
+        return await (self.score_alone(group) if self.batches.most == 1 else self.batches.score(group))
+
+    async def call(self, samples: Samples) -> list[Scored | RewardError]:
+        """Call reward_func once; raise CallFailure if it fails, RewardError if its result as a whole is malformed."""
+        prompts = [prompt.text for prompt in samples.prompts]
+        labels = [prompt.label for prompt in samples.prompts]
+        given = RewardInput(list(samples.queries), prompts, labels, samples.seed)
+        return read_scores((await self.pool.call(given, retries=0)).result, samples, self.origin)
+
+    async def score_alone(self, group: Samples) -> list[Scored | RewardError]:
+        """Score the samples of a prompt in a call of their own; if it fails, find the failing samples.
+
+        These are scored one by one, and the rest together, since reward_func may compare them.
+        """
         try:
-            returned = (await self.pool.call(given, retries=0)).result
+            return await self._call_on_part(group)
         except CallFailure:
-            if isolate:
-                return await self._score_without_failing(group)
-            raise
-        try:
-            return read_scores(returned, group, self.origin)
-        except RewardError as error:  # the result as a whole is malformed
-            return [RewardError(f"{error}; the first sample is {group.describe(0)}")] * count
+            indices = range(len(group.queries))
 
-    async def _score_without_failing(self, group: Group) -> list[Scored | RewardError]:
-        """Score samples alone to find those that fail, then the rest together, since reward_func may compare them."""
-        indices = range(len(group.queries))
-
-        async def try_alone(index: int) -> RewardError | None:
+        async def try_sample(index: int) -> RewardError | None:
             try:
-                await self.score(group.part([index]), isolate=False)
+                await self._call_on_part(group.part([index]))
             except CallFailure as failure:
                 error = self._error(failure, group.describe(index))
                 if self.stop_at_failure:
@@ -61,19 +70,26 @@ class FileRewards:
                 return error
             return None
 
-        alone = await gather_or_cancel(map(try_alone, indices))
+        errors = await gather_or_cancel(map(try_sample, indices))
         scores: dict[int, Scored | RewardError] = {
-            index: error for index, error in enumerate(alone) if error is not None
+            index: error for index, error in enumerate(errors) if error is not None
         }
         rest = [index for index in indices if index not in scores]
         if rest:
             try:
-                together = await self.score(group.part(rest), isolate=False)
+                together = await self._call_on_part(group.part(rest))
             except CallFailure as failure:
                 sample = f"{counted(len(rest), 'sample')} together, the first: {group.describe(rest[0])}"
                 together = [self._error(failure, sample)] * len(rest)
             scores |= dict(zip(rest, together, strict=True))
         return [scores[index] for index in indices]
+
+    async def _call_on_part(self, part: Samples) -> list[Scored | RewardError]:
+        """Call reward_func on all or some samples of a prompt; a malformed result is an error of each of them."""
+        try:
+            return await self.call(part)
+        except RewardError as error:
+            return [RewardError(f"{error}; the first sample is {part.describe(0)}")] * len(part.queries)
 
     def _error(self, failure: CallFailure, sample: str) -> RewardError:
         text = failure.text if failure.error_class else f"{self.origin} {failure.text}"
@@ -88,7 +104,7 @@ class ServerRewards:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.limit = asyncio.Semaphore(CONCURRENT_REQUESTS)
 
-    async def score(self, group: Group) -> list[Scored | RewardError]:
+    async def score(self, group: Samples) -> list[Scored | RewardError]:
         """Score a group on the next server; if that fails, return the error for every sample."""
         loop = asyncio.get_running_loop()
         if self.loop is not loop:  # a semaphore works on one event loop only, and the dry run has its own loop
@@ -97,9 +113,8 @@ class ServerRewards:
         count = len(group.queries)
         try:
             async with self.limit:
-                answer = await server.score(
-                    list(group.queries), [group.prompt.text] * count, [group.prompt.label] * count
-                )
+                prompts, labels = zip(*((prompt.text, prompt.label) for prompt in group.prompts), strict=True)
+                answer = await server.score(list(group.queries), list(prompts), list(labels))
             if not isinstance(answer, dict):
                 raise RewardError(f"{server.name} answered {clip(repr(answer))}: expected a JSON object")
             return read_scores(answer, group, server.name)

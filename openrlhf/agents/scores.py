@@ -1,7 +1,7 @@
 """Strict validation of rewards from functions, servers and agents: one finite number per sample, or a precise error.
 
 Inputs are plain numbers, strings, lists and dicts: JSON from a server, or the output of `messages.plain`. The sources
-in `rewards.py` return one `Scored` or `RewardError` per sample of a `Group`.
+in `rewards.py` return one `Scored` or `RewardError` for each of their `Samples`.
 """
 
 from __future__ import annotations
@@ -29,27 +29,38 @@ NOT_SCORED = Scored(math.nan, math.nan)  # placeholder until reward models score
 
 
 @dataclass(frozen=True)
-class Group:
-    """The samples of a prompt in the form that reward functions get."""
+class Samples:
+    """The samples of one or more groups in the form that reward functions get: one entry per sample in each field."""
 
-    prompt: Prompt
+    prompts: tuple[Prompt, ...]
     queries: tuple[str, ...]  # prompt and response, with special tokens
     responses: tuple[str, ...]
     seed: int = 0  # seeds the random generators in the reward function
 
-    def part(self, indices: Sequence[int]) -> Group:
-        """Return the group with only the samples at these indices."""
+    @classmethod
+    def join(cls, groups: Sequence[Samples]) -> Samples:
+        """Concatenate the samples of several groups, with the seed of the first."""
+        return cls(
+            tuple(prompt for group in groups for prompt in group.prompts),
+            tuple(query for group in groups for query in group.queries),
+            tuple(response for group in groups for response in group.responses),
+            groups[0].seed,
+        )
+
+    def part(self, indices: Sequence[int]) -> Samples:
+        """Return only the samples at these indices."""
+        prompts = tuple(self.prompts[index] for index in indices)
         queries, responses = (tuple(texts[index] for index in indices) for texts in (self.queries, self.responses))
-        return Group(self.prompt, queries, responses, self.seed)
+        return Samples(prompts, queries, responses, self.seed)
 
     def describe(self, index: int) -> str:
         """Describe a sample for an error message."""
-        return sample_name(self.prompt, self.responses[index])
+        return sample_name(self.prompts[index], self.responses[index])
 
 
-def read_scores(result: object, group: Group, origin: str) -> list[Scored | RewardError]:
+def read_scores(result: object, samples: Samples, origin: str) -> list[Scored | RewardError]:
     """Return scores or an error for each sample; raise RewardError if the result as a whole is malformed."""
-    count = len(group.queries)
+    count = len(samples.queries)
     given = result if isinstance(result, Mapping) else {"rewards": result}
     if "rewards" not in given:
         raise RewardError(f"{origin} returned a dict without 'rewards': its keys are {clip(repr(sorted(given)))}")
@@ -62,7 +73,7 @@ def read_scores(result: object, group: Group, origin: str) -> list[Scored | Rewa
             reward = read_number(rewards[index], "the reward")
             score = read_number(scores[index], "the score")
         except RewardError as error:
-            results.append(RewardError(f"{origin}: {error} for {group.describe(index)}"))
+            results.append(RewardError(f"{origin}: {error} for {samples.describe(index)}"))
         else:
             results.append(Scored(reward, score, logs[index]))
     return results

@@ -1,7 +1,7 @@
 """Executor for single-turn samples: one prompt, one response, one reward.
 
-The samples of a group are generated concurrently and scored in one call by `FileRewards` or `ServerRewards`. Without
-either, reward models score the samples later.
+The samples of a group are generated concurrently and scored in one call by `FileRewards` or `ServerRewards`, perhaps
+together with other groups. Without either, reward models score the samples later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from openrlhf.agents.executor import GroupResult, OnError, Session
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.agents.rewards import FileRewards, ServerRewards
-from openrlhf.agents.scores import NOT_SCORED, Group, Scored
+from openrlhf.agents.scores import NOT_SCORED, Samples, Scored
 from openrlhf.agents.trajectory import join_turn
 from openrlhf.errors import RewardError
 from openrlhf.types import Completion, Prompt, Request, SamplingParams
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SingleTurnSamples:
-    """GroupExecutor that generates the responses of a prompt and scores them in one call."""
+    """GroupExecutor that generates the responses of a prompt and scores them together."""
 
     rewards: FileRewards | ServerRewards | None
     tokenizer: PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ class SingleTurnSamples:
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
-        """Generate all responses, then score them in one call."""
+        """Generate all responses, then score them together."""
 
         async def generate(params: SamplingParams, session: Session) -> Completion:
             try:
@@ -46,13 +46,13 @@ class SingleTurnSamples:
         scores: list[Scored | RewardError] = [NOT_SCORED] * len(completions)
         if self.rewards is not None:
             sampled = [item.token_ids.tolist() for item in completions]
-            group = Group(
-                prompt,
+            samples = Samples(
+                (prompt,) * len(completions),
                 queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *ids])) for ids in sampled),
                 responses=tuple(str(self.tokenizer.decode(ids)) for ids in sampled),
                 seed=params[0].seed,
             )
-            scores = await self.rewards.score(group)
+            scores = await self.rewards.score(samples)
         result = GroupResult([])
         for completion, scored in zip(completions, scores, strict=True):
             if not isinstance(scored, RewardError):

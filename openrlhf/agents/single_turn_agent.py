@@ -11,7 +11,7 @@ from openrlhf.agents.interface import EpisodeExecutor, EpisodeResult, EpisodeTas
 from openrlhf.agents.loading import RewardFunction, adapt_reward, find_reward, load_module, resolve
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.messages import plain
-from openrlhf.agents.scores import Group, read_scores
+from openrlhf.agents.scores import Samples, read_scores
 from openrlhf.agents.transcript import Transcript
 from openrlhf.errors import RewardError
 from openrlhf.types import Prompt
@@ -51,8 +51,8 @@ class SingleTurnAgentExecutor(EpisodeExecutor):
             return {**result, "reward": None, "scores": None, "extra_logs": {}}
         query = str(task.tokenizer.decode(transcript.tokens))
         returned = plain(await resolve(self.reward([query], [task.prompt], [task.label])))
-        group = Group(Prompt(0, task.prompt, prompt_ids, task.label), (query,), (action.text,))
-        (scored,) = read_scores(returned, group, "the reward")
+        sample = Samples((Prompt(0, task.prompt, prompt_ids, task.label),), (query,), (action.text,))
+        (scored,) = read_scores(returned, sample, "the reward")
         if isinstance(scored, RewardError):
             raise scored
         return {**result, "reward": scored.reward, "scores": scored.score, "extra_logs": dict(scored.extra_logs)}

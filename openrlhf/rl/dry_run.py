@@ -23,7 +23,7 @@ from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, sh
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
 from openrlhf.config.in_memory import describe, is_in_memory
-from openrlhf.config.runtime import compares_engine, critic_model, resolve_runtime
+from openrlhf.config.runtime import compares_engine, critic_model, generates_in_lockstep, resolve_runtime
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.preview_text import describe_row
@@ -119,6 +119,7 @@ def build_tested_executor(
         trust_remote_code=config.model.trust_remote_code,
         template=config.template,
         compares_engine=compares_engine(config),
+        in_lockstep=generates_in_lockstep(config),
     )
     if config.rollout.replay:  # recorded rollouts already have rewards
         return executor

@@ -37,8 +37,8 @@ def no_process_left():
 def build(tokenizer):
     """Build the executor for these flags; `no_process_left` fails a test that does not close it."""
 
-    def make(context_length=64, processes=1, **flags):
+    def make(context_length=64, processes=1, *, in_lockstep=False, **flags):
         flags = {"reward_timeout": 20.0, "reward_processes": processes} | flags
-        return build_executor(RewardFlags(**flags), tokenizer, context_length=context_length)
+        return build_executor(RewardFlags(**flags), tokenizer, context_length=context_length, in_lockstep=in_lockstep)
 
     return make

@@ -14,14 +14,14 @@ from openrlhf.agents.chat.nemo_gym import convert_tool, read_row
 from openrlhf.agents.chat.server import ChatServer
 from openrlhf.agents.chat.wire import find_calls, format_message, read_chat
 from openrlhf.agents.interface import AgentSamplingParams, EpisodeTask, RequestOutput
-from openrlhf.agents.scores import Group, Scored, read_scores
+from openrlhf.agents.scores import Samples, Scored, read_scores
 from openrlhf.data.templates import Chat
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion
 from tests.json_strategies import FUZZING, arguments, conversations, mostly, numbers, some_of, texts, tools, values
 from tests.tiny import make_tokenizer
 
-TWO = Group(prompt(), ("1+1=2", "1+1=3"), ("2", "3"))
+TWO = Samples((prompt(), prompt()), ("1+1=2", "1+1=3"), ("2", "3"))
 per_sample = st.one_of(values, st.lists(mostly(numbers), min_size=2, max_size=2))
 returns = st.one_of(
     values,

@@ -1,10 +1,10 @@
 import pytest
 from sessions import prompt
 
-from openrlhf.agents.scores import Group, Scored, read_scores
+from openrlhf.agents.scores import Samples, Scored, read_scores
 from openrlhf.errors import RewardError
 
-TWO = Group(prompt(), ("1+1=2", "1+1=3"), ("2", "3"))
+TWO = Samples((prompt(), prompt()), ("1+1=2", "1+1=3"), ("2", "3"))
 ONE = TWO.part([1])
 
 

@@ -426,6 +426,7 @@ ADDED_TO_RL = {
     "prm_reduce": "min",
     "reward_processes": None,
     "reward_concurrency": None,
+    "reward_batch_groups": 1,
     "on_reward_error": "stop",
     "max_concurrent_episodes": None,
     "max_episodes_per_engine": None,

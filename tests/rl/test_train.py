@@ -70,6 +70,26 @@ def test_the_same_seed_gives_the_same_run(train_ppo):
     assert read_rollouts(once, 4) == read_rollouts(again, 4)
 
 
+@pytest.mark.slow(seconds=2)
+def test_reward_calls_with_several_groups_do_not_change_a_run(train_ppo, tmp_path):
+    """The engine answers all prompts together, so that each call gets the next three of a rollout of eight."""
+    alone = train_ppo("alone")
+    reward = tmp_path / "recording.py"
+    seen = tmp_path / "prompts_per_call"
+    reward.write_text(
+        (tmp_path / "reward.py")
+        .read_text()
+        .replace(
+            "    answers =",
+            f"    with open({str(seen)!r}, 'a') as out:\n        out.write(f'{{len(set(prompts))}} ')\n    answers =",
+        )
+    )
+    together = train_ppo("together", remote_rm_url=str(reward), reward_batch_groups=3, reward_processes=1)
+    assert seen.read_text().split() == ["3", "3", "2"] * 5  # the test with made-up answers, and four rollouts
+    assert together.metrics == alone.metrics
+    assert have_equal_weights(weights(together), weights(alone))
+
+
 def test_an_empty_queue_equals_the_synchronous_run(train_ppo):
     flags = {"train_batch_size": 16}
     sync, queue = train_ppo("sync", **flags), train_ppo("queue", async_train=True, async_queue_size=0, **flags)

@@ -73,6 +73,11 @@ class Pool:
             text = failure.text if is_whole else f"{what} cannot be loaded: it {failure.text}"
             raise failure.to_error(ConfigError, text) from None
 
+    @property
+    def capacity(self) -> float:
+        """Number of calls that run at a time."""
+        return self.limits.processes * self.max_calls
+
     async def call(
         self, given: RewardInput | EpisodeInput, *, retries: int, generate: Generate = refuse_request
     ) -> CallResult:

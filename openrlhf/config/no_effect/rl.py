@@ -65,7 +65,7 @@ RL = rows(
         "if only reward models give rewards",
         lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
     ),
-    ("reward_concurrency", "without a reward function", lambda c: not has_reward_function(c)),
+    ("reward_concurrency reward_batch_groups", "without a reward function", lambda c: not has_reward_function(c)),
     (
         "reward_processes",
         "without a .py file with a reward function or an agent",

@@ -230,6 +230,12 @@ class RewardFlags:
         "1, a function that is not async is called in as many threads, so it must be thread-safe.",
         POSITIVE,
     )
+    reward_batch_groups: int = flag(
+        1,
+        "Maximum groups (prompts with all their samples) in one call of the reward function. A call takes those that "
+        "are ready and never waits for others.",
+        POSITIVE,
+    )
     on_reward_error: Literal["stop", "skip"] = flag("stop", "If a reward call fails, stop the run or skip the sample.")
     max_turns: int | None = flag(
         None, "Maximum turns per agent episode (default: no limit).", POSITIVE, needs="agent_func_path"
