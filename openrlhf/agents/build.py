@@ -85,11 +85,8 @@ def limits_of(rewards: RewardFlags) -> PoolLimits:
 
 def reward_source(rewards: RewardFlags, *, in_lockstep: bool) -> FileRewards | ServerRewards | None:
     """Return the reward function or the reward servers; None if only reward models score samples."""
-    function = object_of(rewards.remote_rm_url, "remote_rm_url")
-    if rewards.reward_file or function is not None:
-        file = file_of(rewards.reward_file, function)
-        spec = WorkerSpec(file, "reward", code=function, concurrency=rewards.reward_concurrency)
-        pool = Pool(spec, limits_of(rewards))
+    if rewards.reward_file or is_in_memory(rewards.remote_rm_url):
+        pool = Pool(reward_spec(rewards), limits_of(rewards))
         pool.start()
         return FileRewards(
             pool,
@@ -101,6 +98,13 @@ def reward_source(rewards: RewardFlags, *, in_lockstep: bool) -> FileRewards | S
         key = rewards.reward_api_key or None
         return ServerRewards([RewardServer(url, rewards.reward_timeout, api_key=key) for url in rewards.reward_servers])
     return None
+
+
+def reward_spec(rewards: RewardFlags) -> WorkerSpec:
+    """Return the first message to the workers of a reward function."""
+    function = object_of(rewards.remote_rm_url, "remote_rm_url")
+    file = file_of(rewards.reward_file, function)
+    return WorkerSpec(file, "reward", code=function, concurrency=rewards.reward_concurrency)
 
 
 def object_of(name: str | None, flag: str) -> object | None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from openrlhf.agents.executor import clip
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.agents.reward_batches import GroupBatches
+from openrlhf.agents.reward_pools import RewardPools
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
@@ -27,16 +28,16 @@ CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 class FileRewards:
     """Rewards from the reward_func in a .py file or from a Python function, which is called with one or more groups.
 
-    `slots` is the number of calls that start before ready groups wait for each other (default: those that the pool runs
+    `slots` is the number of calls that start before ready groups wait for each other (default: those that the pools run
     at a time). It is unused if `batch_groups`, the maximum number of groups in a call, is 1.
     """
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool, batch_groups: int = 1, slots: float | None = None) -> None:
-        self.pool = pool
+        self.pools = RewardPools(pool)
         self.stop_at_failure = stop_at_failure
         self.origin = pool.spec.name
         self.batches = GroupBatches(
-            self.call, self.score_alone, batch_groups, lambda: pool.capacity if slots is None else slots
+            self.call, self.score_alone, batch_groups, lambda: self.pools.capacity if slots is None else slots
         )
 
     async def score(self, group: Samples) -> list[Scored | RewardError]:
@@ -48,7 +49,7 @@ class FileRewards:
         prompts = [prompt.text for prompt in samples.prompts]
         labels = [prompt.label for prompt in samples.prompts]
         given = RewardInput(list(samples.queries), prompts, labels, samples.seed)
-        return read_scores((await self.pool.call(given, retries=0)).result, samples, self.origin)
+        return read_scores((await self.pools.call(given)).result, samples, self.origin)
 
     async def score_alone(self, group: Samples) -> list[Scored | RewardError]:
         """Score the samples of a prompt in a call of their own; if it fails, find the failing samples.
@@ -56,13 +57,17 @@ class FileRewards:
         These are scored one by one, and the rest together, since reward_func may compare them.
         """
         try:
-            return await self._call_on_part(group)
+            return await self.call(group)
+        except RewardError as error:
+            return self._malformed(error, group)
         except CallFailure:
             indices = range(len(group.queries))
 
         async def try_sample(index: int) -> RewardError | None:
             try:
-                await self._call_on_part(group.part([index]))
+                await self.call(group.part([index]))
+            except RewardError:  # malformed, but not a failure of this sample
+                return None
             except CallFailure as failure:
                 error = self._error(failure, group.describe(index))
                 if self.stop_at_failure:
@@ -77,19 +82,18 @@ class FileRewards:
         rest = [index for index in indices if index not in scores]
         if rest:
             try:
-                together = await self._call_on_part(group.part(rest))
+                together = await self.call(group.part(rest))
+            except RewardError as error:
+                together = self._malformed(error, group.part(rest))
             except CallFailure as failure:
                 sample = f"{counted(len(rest), 'sample')} together, the first: {group.describe(rest[0])}"
                 together = [self._error(failure, sample)] * len(rest)
             scores |= dict(zip(rest, together, strict=True))
         return [scores[index] for index in indices]
 
-    async def _call_on_part(self, part: Samples) -> list[Scored | RewardError]:
-        """Call reward_func on all or some samples of a prompt; a malformed result is an error of each of them."""
-        try:
-            return await self.call(part)
-        except RewardError as error:
-            return [RewardError(f"{error}; the first sample is {part.describe(0)}")] * len(part.queries)
+    def _malformed(self, error: RewardError, samples: Samples) -> list[Scored | RewardError]:
+        """Return the error of a malformed result for each of the samples."""
+        return [RewardError(f"{error}; the first sample is {samples.describe(0)}")] * len(samples.queries)
 
     def _error(self, failure: CallFailure, sample: str) -> RewardError:
         text = failure.text if failure.error_class else f"{self.origin} {failure.text}"

@@ -23,6 +23,7 @@ from openrlhf.cluster.workers import RayWorkers
 from openrlhf.config.checks.extras import require
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import resolve_runtime
+from openrlhf.event_loop import mark_retrieved
 from openrlhf.monitor import Sink, say
 from openrlhf.rl import train
 from openrlhf.rl.engines import engine_spec
@@ -61,6 +62,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             say(f"starting {asked.describe()}")
             if per_gpu > 1 and cluster.unit == "GPU":
                 say(f"{per_gpu} vLLM engines per GPU take turns, unless CUDA MPS runs on the nodes")
+            starting_pools = mark_retrieved(asyncio.ensure_future(starter.start_reward_pools(config)))
             starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
             starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
             if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
@@ -89,4 +91,4 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
                 workers_per_engine=workers_per_engine,
             )
             engines.send_weights = sync.resend
-            yield Runtime(workers, engines, sync)
+            yield Runtime(workers, engines, sync, await starting_pools)

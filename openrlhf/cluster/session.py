@@ -4,8 +4,7 @@
 a `Cluster`, from which `starter` gets a slot for each process.
 
 Ray only reserves devices and starts processes. One placement group holds all devices of a run, so that it starts as a
-whole or not at all, and each process gets its devices through its environment. Files with reward functions and agents
-need not be copied to other nodes: user code runs in processes of the controller, on the driver's node.
+whole or not at all, and each process gets its devices through its environment.
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ class Cluster:
     reserved: PlacementGroup
     devices: Mapping[str, Sequence[Device]]  # by rank, for each group and for each engine with its own devices
     unit: str  # GPU or CPU
+    nodes: Sequence[Node]  # all nodes that were alive at the start, including those without devices of this run
 
     def group_slots(self, group: GroupPlan) -> list[ProcessSlot]:
         """Return the slots of a group by rank.
@@ -91,6 +91,13 @@ class Cluster:
         first = engine.place * engine.devices if engine.shares else 0
         return self._slot(self.devices[engine.shares or engine.name][first : first + engine.devices], {})
 
+    def node_slot(self, node: Node) -> ProcessSlot:
+        """Return the slot of a process without devices, on any node; it takes nothing from the devices of runs."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        return ProcessSlot(process_options(strategy, {"OMP_NUM_THREADS": "1"}), node.address, node.id)
+
     def _slot(self, devices: Sequence[Device], environment: Mapping[str, str]) -> ProcessSlot:
         """Return the slot of a process on these devices of one node.
 
@@ -101,22 +108,26 @@ class Cluster:
 
         node = devices[0].node
         processes = sum(device.node.id == node.id for device in chain(*self.devices.values()))  # all share its cores
-        # If the package runs from a checkout, workers import it from there, before anything on the inherited path.
-        package = Path(__file__).parents[2]
-        checkout = "" if package.name in ("site-packages", "dist-packages") else str(package)
-        values = {
-            "PYTHONPATH": os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH")))),
-            "OMP_NUM_THREADS": str(max(1, node.cores // processes)),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # hides warnings of PyTorch
-            **environment,
-        }
+        values = {"OMP_NUM_THREADS": str(max(1, node.cores // processes)), **environment}
         if self.unit == "GPU":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible or "" for device in devices)
         strategy = PlacementGroupSchedulingStrategy(
             self.reserved, devices[0].bundle, placement_group_capture_child_tasks=False
         )
-        options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy, "runtime_env": {"env_vars": values}}
-        return ProcessSlot(options, node.address, node.id)
+        return ProcessSlot(process_options(strategy, values), node.address, node.id)
+
+
+def process_options(strategy: object, environment: Mapping[str, str]) -> dict[str, object]:
+    """Return the Ray options of a process that requests no resources."""
+    # If the package runs from a checkout, workers import it from there, before anything on the inherited path.
+    package = Path(__file__).parents[2]
+    checkout = "" if package.name in ("site-packages", "dist-packages") else str(package)
+    values = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH")))),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # hides warnings of PyTorch
+        **environment,
+    }
+    return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy, "runtime_env": {"env_vars": values}}
 
 
 @contextmanager
@@ -185,7 +196,7 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
         for found in devices.values():
             order = list(dict.fromkeys(device.node.id for device in found))
             found.sort(key=lambda one: (order.index(one.node.id), len(one.visible or ""), one.visible or ""))
-        yield Cluster(plan, head, reserved, devices, unit)
+        yield Cluster(plan, head, reserved, devices, unit, nodes)
     finally:
         if not head.lost:
             remove_placement_group(reserved)

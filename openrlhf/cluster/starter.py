@@ -1,7 +1,8 @@
 """Start the processes of a plan as Ray actors, and end all of them together, even after an error.
 
-`launch` starts the worker groups and engines of a training run, `inference.generate` only engines. The watch ends a run
-if a worker process dies; engines are not watched, because `EngineGroup` replaces them.
+`launch` starts the worker groups, engines and reward pools of a training run, `inference.generate` only engines. The
+watch ends a run if a worker process dies. Engines are not watched, because `EngineGroup` replaces them, nor are pools,
+because a run can continue without them.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from openrlhf.agents.build import reward_spec
 from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
-from openrlhf.cluster.placement import GroupPlan
+from openrlhf.cluster.placement import GroupPlan, Node
+from openrlhf.cluster.reward_nodes import NodePool, RewardNode, digest_of, share_processes
 from openrlhf.cluster.session import Cluster
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.config.commands import RLConfig
+from openrlhf.errors import BackendError, ConfigError
+from openrlhf.monitor import say
 from openrlhf.rl.engines import load_engine
 from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.spec import EngineSpec
 
 ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
+REWARD_CALLS = 10_000  # concurrent calls per reward pool, which queues those that its processes have no room for
+SECONDS_TO_LOAD_REWARD = 600.0  # to start an actor and its first worker process, which loads the user's file
 
 
 @asynccontextmanager
@@ -107,3 +114,34 @@ class ProcessStarter:
         started = await asyncio.gather(*map(start, numbers))
         engines = [EngineReplica(number, process) for number, process in zip(numbers, started, strict=True)]
         return EngineGroup(engines, start, max_restarts, self.watch.guard)
+
+    async def start_reward_pools(self, config: RLConfig) -> list[NodePool]:
+        """Start a pool for the reward function, if there is one, on each other node that can run it."""
+        import ray
+
+        rewards = config.rewards
+        if rewards.reward_file is None or rewards.agent_func_path or config.rollout.replay:
+            return []
+        here = ray.get_runtime_context().get_node_id()
+        others = [node for node in self.cluster.nodes if node.id != here]
+        _, *shares = share_processes(rewards.reward_processes, len(others) + 1)
+        file = reward_spec(rewards).file  # an absolute path
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={BACKGROUND: 1})(RewardNode)
+
+        async def start(node: Node, share: int | None) -> NodePool | None:
+            slot = self.cluster.node_slot(node)
+            handle = actor.options(**slot.options, max_concurrency=REWARD_CALLS).remote()
+            process: Process[RewardNode] = Process(handle, "rewards", slot.address, cancels=True)
+            self.processes.append(process)
+            own = replace(rewards, remote_rm_url=file, reward_processes=share)
+            starting = process.within(SECONDS_TO_LOAD_REWARD)
+            try:
+                capacity = await starting.call(RewardNode.start, own, digest_of(file), os.getcwd())
+                return NodePool(process, capacity, share or 0)
+            except (ConfigError, BackendError) as error:
+                say(f"{error.message}: this node is not used for rewards")
+                return None
+
+        started = [start(node, share) for node, share in zip(others, shares, strict=True) if share != 0]
+        return [pool for pool in await asyncio.gather(*started) if pool is not None]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.agents.executor import GroupExecutor, ReportingExecutor
+from openrlhf.agents.single_turn import SingleTurnSamples
 from openrlhf.algo.kl import kl_controller
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import num_rollouts, policy_ranks
@@ -110,6 +111,8 @@ async def train(
     layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
     rollouts = num_rollouts(config, len(order))
     async with open_runtime(config, tokenizer, rollouts) as runtime:
+        if isinstance(executor, SingleTurnSamples):
+            await executor.add_pools(runtime.reward_pools)
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)

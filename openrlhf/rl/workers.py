@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from openrlhf.agents.reward_pools import RewardPool
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
 
@@ -132,8 +133,9 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """Workers, engine and weight sync of a run, in one process or on a cluster."""
+    """Workers, engine, weight sync and further processes for rewards of a run, in one process or on a cluster."""
 
     workers: Workers
     engine: Engine
     sync: WeightSync
+    reward_pools: Sequence[RewardPool] = ()  # on other nodes

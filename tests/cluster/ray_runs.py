@@ -27,6 +27,7 @@ ON_RAY = SMALL | {  # as few processes as possible; each test adds the ones it n
     "critic_num_gpus_per_node": 1,
     "reward_num_gpus_per_node": 1,
     "vllm_num_engines": 0,
+    "reward_processes": 1,
     "enforce_eager": True,
     "micro_train_batch_size": 8,
     "micro_rollout_batch_size": 8,

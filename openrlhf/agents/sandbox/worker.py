@@ -158,7 +158,7 @@ class Worker(ABC):
         try:
             if isinstance(given, messages.RewardInput):
                 set_seed(given.seed, seeds_torch=self.owns_process)
-                compute = partial(self.reward, given.queries, given.prompts, given.labels)
+                compute = partial(self.reward.function, given.queries, given.prompts, given.labels)
                 returned = await call_in_thread(compute) if self.uses_threads else compute()
                 result = plain(await returned if inspect.isawaitable(returned) else returned)
             else:
