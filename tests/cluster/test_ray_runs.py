@@ -311,12 +311,13 @@ def test_an_engine_death_with_max_restarts_0_ends_the_run(run_on_ray, monkeypatc
         run_on_ray("out", 2, max_restarts=0)
 
 
-def test_a_rank_that_dies_during_a_step_ends_the_run_and_the_run_resumes(run_on_ray, monkeypatch, tmp_path):
+def test_a_rank_that_dies_during_a_step_ends_the_run_and_the_run_resumes(run_on_ray, monkeypatch, tmp_path, capsys):
     """Before that an engine dies during a sync, which the ranks must survive although they gather weights collectively.
 
     The queue of an asynchronous run is part of its checkpoint: no sample is lost or trained twice.
     """
     flags = {"actor_num_gpus_per_node": 2, "zero_stage": 3, "save_steps": 1, "async_train": True, "async_queue_size": 1}
+    flags |= {"reward_processes": 2}  # one on each node
     with monkeypatch.context() as patch:
         KillOnCall(patch, "engine 1", EngineWorker.load, at=2)
         KillOnCall(patch, "policy 1", ModelWorker.apply, Models.train_policy, at=3)
@@ -328,6 +329,7 @@ def test_a_rank_that_dies_during_a_step_ends_the_run_and_the_run_resumes(run_on_
     assert [line["step"] for line in ran.metrics] == [1, 2, 3]
     assert max(ran.train("staleness")) <= 1
     assert count_prompts(ran) == dict.fromkeys(range(24), 4)
+    assert "reward.py runs on 2 nodes" in capsys.readouterr().err
 
 
 def test_workers_and_engines_end_with_a_killed_driver_and_the_next_run_starts(tmp_path, model, machine):
