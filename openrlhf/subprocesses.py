@@ -20,6 +20,11 @@ from contextlib import suppress
 LENGTH = struct.Struct("!Q")
 
 
+def python_command(code: str) -> list[str]:
+    """Return the command that runs Python code with this process's import path."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {json.dumps(sys.path)}; {code}"]
+
+
 async def start_python(
     code: str,
     *,
@@ -31,9 +36,7 @@ async def start_python(
 ) -> asyncio.subprocess.Process:
     """Run Python code in a new process and session, with this process's import path."""
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        f"import sys; sys.path[:] = {json.dumps(sys.path)}; {code}",
+        *python_command(code),
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

@@ -7,12 +7,17 @@ suffix may contain an array or one object per line; the first line shows which.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.data.json_text import InvalidJSON, parse_json
+import numpy as np
+from numpy.typing import NDArray
+
+from openrlhf.data.json_text import InvalidJSON, exact_json, parse_json
 from openrlhf.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -31,6 +36,19 @@ class JsonArray:
     def read(self, position: int) -> tuple[object, int]:
         return self.items[position], position + 1
 
+    def read_many(self, positions: Sequence[int]) -> list[tuple[object, int]]:
+        return [self.read(position) for position in positions]
+
+    def digest(self) -> str | None:
+        """Return a hash of the items, or None if they contain objects of a Python caller that have no exact text."""
+        found = hashlib.sha256()
+        for item in self.items:
+            text = exact_json(item)
+            if text is None:
+                return None
+            found.update(text.encode() + b"\n")
+        return found.hexdigest()
+
 
 @dataclass(frozen=True)
 class JsonLines:
@@ -38,18 +56,25 @@ class JsonLines:
 
     name: str
     content: mmap.mmap
-    lines: Sequence[tuple[int, int, int]]  # (line number, first byte, end)
+    lines: NDArray[np.int64]  # [rows, 3]: (line number, first byte, end)
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def read(self, position: int) -> tuple[object, int]:
         """Return the parsed object of one line, and its line number, which also counts blank lines."""
-        number, start, end = self.lines[position]
+        number, start, end = self.lines[position].tolist()
         try:
             return parse_json(self.content[start:end]), number
         except InvalidJSON as error:
             raise broken_json(self.name, error, number) from None
+
+    def read_many(self, positions: Sequence[int]) -> list[tuple[object, int]]:
+        return [self.read(position) for position in positions]
+
+    def digest(self) -> str:
+        """Return a hash of the file."""
+        return hashlib.sha256(self.content).hexdigest()
 
 
 def open_json(name: str, path: Path, limit: int | None) -> JsonArray | JsonLines:
@@ -57,9 +82,9 @@ def open_json(name: str, path: Path, limit: int | None) -> JsonArray | JsonLines
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     lines = find_lines(content, limit)
-    if not lines:
+    if not len(lines):
         raise DataError(f"{name} is empty")
-    _, start, end = lines[0]
+    _, start, end = lines[0].tolist()
     first = content[start:end].lstrip(BYTE_ORDER_MARK).strip()
     # In a .json file, a line with only "{" starts a single object that spans several lines.
     if not first.startswith(b"[") and not (first == b"{" and path.suffix == ".json"):
@@ -73,17 +98,18 @@ def open_json(name: str, path: Path, limit: int | None) -> JsonArray | JsonLines
     return JsonArray(name, parsed if isinstance(parsed, list) else [parsed])
 
 
-def find_lines(content: mmap.mmap, limit: int | None) -> list[tuple[int, int, int]]:
-    """Locate the first `limit` lines that are not blank: (line number, first byte, end)."""
-    lines: list[tuple[int, int, int]] = []
+def find_lines(content: mmap.mmap, limit: int | None) -> NDArray[np.int64]:
+    """Locate the first `limit` lines that are not blank, [rows, 3]: (line number, first byte, end)."""
+    lines, found = array("q"), 0  # 24 bytes per row; tuples would take ten times as much
     number, start = 1, 0
-    while start < len(content) and len(lines) != limit:
-        found = content.find(b"\n", start)
-        end = found if found >= 0 else len(content)
+    while start < len(content) and found != limit:
+        newline = content.find(b"\n", start)
+        end = newline if newline >= 0 else len(content)
         if content[start:end].strip():
-            lines.append((number, start, end))
+            lines.extend((number, start, end))
+            found += 1
         number, start = number + 1, end + 1
-    return lines
+    return np.frombuffer(lines, dtype=np.int64).reshape(-1, 3)
 
 
 def broken_json(name: str, error: InvalidJSON, line: int | None = None) -> DataError:

@@ -69,6 +69,20 @@ def check_values(value: object, *, finite: bool) -> None:
         level, depth = inner, depth + 1
 
 
+def exact_json(value: object) -> str | None:
+    """Return the JSON text that parses to an equal value of the same types; None if there is none."""
+    return json.dumps(value) if is_exact(value) else None
+
+
+def is_exact(value: object) -> bool:
+    """Return whether JSON keeps a value as it is: it changes tuples, keys that are not text, and other types."""
+    if type(value) is dict:
+        return all(type(key) is str and is_exact(item) for key, item in value.items())
+    if type(value) is list:
+        return all(map(is_exact, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
 def is_text(text: str) -> bool:
     """Return whether a string is valid Unicode, without halves of surrogate pairs."""
     try:

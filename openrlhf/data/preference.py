@@ -7,6 +7,8 @@ to compute its baseline.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,16 +19,8 @@ from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
 from openrlhf.data.responses import check_fields, mark_plain, mark_response
-from openrlhf.data.rows import (
-    EMPTY_PROMPT,
-    EMPTY_RESPONSE,
-    NO_ANSWER,
-    Dropped,
-    Loaded,
-    build_rows,
-    encode_response,
-    long_prompt,
-)
+from openrlhf.data.row_cache import load_rows
+from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped, Loaded, encode_response, long_prompt
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
 from openrlhf.types import LabelledRow, PairRow, TokenRow
@@ -52,30 +46,42 @@ def preference_rows(
     first, keys = first_rows(records), (fields.prompt_key, fields.chosen_key, fields.rejected_key)
     report.add(*field_findings(first, keys, template))
     report.add(unused_prompt(first, fields))
-    empty = 0  # number of pairs with an empty response
+    reader = PairReader(tokenizer, fields, chat, template.input_template, max_len, drop_long_prompts)
+    rows = load_rows(records, reader, report)
+    if report.empty_sides:
+        report.add(Finding(f"{report.empty_sides} of {len(rows)} pairs have a side {EMPTY_RESPONSE}"))
+    return Loaded(rows, check_texts(report, tokenizer))
 
-    def make(record: Record) -> list[PairRow]:
-        nonlocal empty
+
+@dataclass(frozen=True)
+class PairReader:
+    """Makes pairs of a chosen and a rejected response."""
+
+    kind: ClassVar[type] = PairRow
+    tokenizer: PreTrainedTokenizerBase
+    fields: PairFlags
+    chat: Chat | None
+    input_template: str | None
+    max_len: int
+    drop_long_prompts: bool
+
+    def make(self, record: Record, report: DataReport) -> list[PairRow]:
+        fields, max_len = self.fields, self.max_len
         sides = ((fields.chosen_key, "--chosen_key"), (fields.rejected_key, "--rejected_key"))
-        texts = [mark_side(record, fields, side, flag, chat, template) for side, flag in sides]
+        texts = [mark_side(record, fields, side, flag, self.chat, self.input_template) for side, flag in sides]
         if texts[0].text == texts[1].text:
             raise Dropped("with chosen equal to rejected")
-        chosen, rejected = (encode(text, tokenizer, max_len) for text in texts)
-        if drop_long_prompts and max(chosen.prompt_length, rejected.prompt_length) >= max_len - 2:
+        chosen, rejected = (encode(text, self.tokenizer, max_len) for text in texts)
+        if self.drop_long_prompts and max(chosen.prompt_length, rejected.prompt_length) >= max_len - 2:
             raise long_prompt(max_len, max(chosen.length, rejected.length))
         if np.array_equal(chosen.row.input_ids, rejected.row.input_ids):
             raise Dropped(f"with chosen equal to rejected within --max_len {max_len}")
         row = PairRow(chosen.row, rejected.row, record.number("margin", default=0.0))
         report.keep((chosen.text, chosen.length), (rejected.text, rejected.length))
-        if drop_long_prompts:  # a reward model does not learn tokens
+        if self.drop_long_prompts:  # a reward model does not learn tokens
             report.without_eos += not (chosen.learns_eos and rejected.learns_eos)
-        empty += any(is_empty(text, str(tokenizer.eos_token)) for text in texts)
+        report.empty_sides += any(is_empty(text, str(self.tokenizer.eos_token)) for text in texts)
         return [row]
-
-    rows = build_rows(records, make, report)
-    if empty:
-        report.add(Finding(f"{empty} of {len(rows)} pairs have a side {EMPTY_RESPONSE}"))
-    return Loaded(rows, check_texts(report, tokenizer))
 
 
 def is_empty(marked: Marked, eos: str) -> bool:
@@ -84,7 +90,7 @@ def is_empty(marked: Marked, eos: str) -> bool:
 
 
 def mark_side(
-    record: Record, fields: PairFlags, side: str, flag: str, chat: Chat | None, template: TemplateFlags
+    record: Record, fields: PairFlags, side: str, flag: str, chat: Chat | None, input_template: str | None
 ) -> Marked:
     """Return the prompt followed by one response, with the response as the learned span.
 
@@ -93,7 +99,7 @@ def mark_side(
     if chat is None:
         prompt = ""
         if fields.prompt_key is not None:
-            prompt = fill(template.input_template, read_text(record, fields.prompt_key, "--prompt_key"))
+            prompt = fill(input_template, read_text(record, fields.prompt_key, "--prompt_key"))
         return mark_plain(prompt, read_text(record, side, flag))
     if fields.prompt_key is None:
         messages = read_messages(record, side, flag)
@@ -124,21 +130,32 @@ def labelled_rows(
     check_fields(fields, chat)
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
-
-    def make(record: Record) -> list[LabelledRow]:
-        label = record.value(fields.label_key, "--label_key")
-        if not isinstance(label, int | float) or label not in (0, 1):
-            raise record.at(fields.label_key).mismatch("0, 1, true or false", label)
-        marked = mark_response(record, fields, chat, template.input_template)
-        encoded = encode_response(marked, tokenizer, max_len, report)
-        return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
-
-    rows = build_rows(records, make, report)
-    desirable = sum(row.label for row in rows)
-    if len(rows) > 1 and desirable in (0, len(rows)):
-        kind = "desirable" if desirable else "undesirable"
+    rows = load_rows(records, LabelledReader(tokenizer, fields, chat, template.input_template, max_len), report)
+    if len(rows) > 1 and report.desirable in (0, len(rows)):
+        kind = "desirable" if report.desirable else "undesirable"
         report.add(Finding(f"all {len(rows)} responses are {kind}, so there is nothing to tell apart"))
     return Loaded(rows, check_texts(report, tokenizer))
+
+
+@dataclass(frozen=True)
+class LabelledReader:
+    """Makes rows of one response with a label."""
+
+    kind: ClassVar[type] = LabelledRow
+    tokenizer: PreTrainedTokenizerBase
+    fields: LabelledResponseFlags
+    chat: Chat | None
+    input_template: str | None
+    max_len: int
+
+    def make(self, record: Record, report: DataReport) -> list[LabelledRow]:
+        label = record.value(self.fields.label_key, "--label_key")
+        if not isinstance(label, int | float) or label not in (0, 1):
+            raise record.at(self.fields.label_key).mismatch("0, 1, true or false", label)
+        marked = mark_response(record, self.fields, self.chat, self.input_template)
+        encoded = encode_response(marked, self.tokenizer, self.max_len, report)
+        report.desirable += bool(label)
+        return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
 
 
 def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:

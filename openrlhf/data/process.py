@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,8 @@ from openrlhf.config.sections.data import StepFlags
 from openrlhf.data.findings import check_texts
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport
-from openrlhf.data.rows import Dropped, Loaded, TooLong, build_rows
+from openrlhf.data.row_cache import load_rows
+from openrlhf.data.rows import Dropped, Loaded, TooLong
 from openrlhf.data.tokens import check_fast, tokenize
 from openrlhf.errors import ConfigError
 from openrlhf.types import StepRow
@@ -57,23 +59,21 @@ def label_text(label: float, tokenizer: PreTrainedTokenizerBase, fields: StepFla
 def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded[StepRow]:
     """Make rows for a process reward model, truncated to `max_len` together with the labels of the steps cut off."""
     report = DataReport(records.name, Budget(max_len, "--max_len"))
-    reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len, report)
-    rows = build_rows(records, reader.make, report)
-    return Loaded(rows, check_texts(report, tokenizer), soft_labels=reader.soft is True)
+    rows = load_rows(records, StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len), report)
+    return Loaded(rows, check_texts(report, tokenizer), soft_labels=report.soft_labels is True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepReader:
     """Reader that builds rows and checks that labels are either all soft or all hard."""
 
+    kind: ClassVar[type] = StepRow
     tokenizer: PreTrainedTokenizerBase
     fields: StepFlags
     tokens: StepTokens
     max_len: int
-    report: DataReport
-    soft: bool | None = None  # None until the first label is read
 
-    def make(self, record: Record) -> list[StepRow]:
+    def make(self, record: Record, report: DataReport) -> list[StepRow]:
         """Return the row of one record."""
         text = record.text(self.fields.input_key, "--input_key")
         ids, _ = tokenize(text, self.tokenizer)  # [tokens]
@@ -95,11 +95,11 @@ class StepReader:
             raise Dropped("without a step")
         if places[0] == 0:
             raise record.place.error("the first step is empty: expected text before its placeholder")
-        values = [self._number(label, record) for label in given]
+        values = [self._number(label, record, report) for label in given]
         kept = int((places < self.max_len).sum())
         if not kept:
             raise TooLong(f"whose first step ends past --max_len {self.max_len}", tokens=len(ids))
-        self.report.keep((text, len(ids)))
+        report.keep((text, len(ids)))
         labels = np.asarray(values[:kept], dtype=np.float32)  # [steps]
         return [StepRow(ids[: self.max_len], places[:kept], labels)]
 
@@ -119,19 +119,19 @@ class StepReader:
             )
         return labels
 
-    def _number(self, label: object, record: Record) -> float:
+    def _number(self, label: object, record: Record, report: DataReport) -> float:
         """Return a probability or the class index of a token; all labels must be of the same kind as the first."""
         place, known = record.at(self.fields.label_key), self.fields.reward_tokens
         soft = isinstance(label, int | float)
-        if self.soft is None:
-            self.soft = soft
+        if report.soft_labels is None:
+            report.soft_labels = soft
             if soft and len(known) != 2:
                 raise ConfigError(
                     f"{record.place}: labels are probabilities: expected exactly two --reward_tokens, got {len(known)}",
                     try_this="--reward_tokens + -",
                 )
-        if soft != self.soft:
-            kinds = ("probabilities", "tokens") if self.soft else ("tokens", "probabilities")
+        if soft != report.soft_labels:
+            kinds = ("probabilities", "tokens") if report.soft_labels else ("tokens", "probabilities")
             raise place.error(f"expected {kinds[0]}, as in earlier labels, got {kinds[1]}")
         if isinstance(label, int | float):
             if not 0 <= label <= 1:  # also true for NaN

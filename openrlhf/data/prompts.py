@@ -7,7 +7,8 @@ label and data source, which the reward function receives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,8 @@ from openrlhf.data.findings import check_texts, field_findings, first_rows, miss
 from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport
-from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, TooLong, announce, build_rows
+from openrlhf.data.row_cache import load_rows
+from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, TooLong, announce
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.types import Prompt
@@ -26,15 +28,15 @@ from openrlhf.types import Prompt
 DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
 
 
-def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
     """Load the training prompts and print what is wrong with them."""
-    return list(announce(read_prompt_data(config, tokenizer)).rows)
+    return announce(read_prompt_data(config, tokenizer)).rows
 
 
-def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
     """Load the evaluation prompts and print what is wrong with them; empty without --eval_dataset."""
     loaded = read_eval_prompts(config, tokenizer)
-    return [] if loaded is None else list(announce(loaded).rows)
+    return [] if loaded is None else announce(loaded).rows
 
 
 def read_prompt_data(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt]:
@@ -94,21 +96,34 @@ def prompt_rows(
     chat = open_chat(tokenizer, template)
     report = DataReport(records.name, budget)
     report.add(*field_findings(first_rows(records), (flags.input_key,), template))
+    rows = load_rows(records, PromptReader(tokenizer, flags.input_key, flags.label_key, chat, template, budget), report)
+    return Loaded(rows, check_texts(report, tokenizer))
 
-    def make(record: Record) -> list[Prompt]:
-        text = prompt_text(record, flags.input_key, chat, template)
-        ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes prompts, each with its label and data source."""
+
+    kind: ClassVar[type] = Prompt
+    tokenizer: PreTrainedTokenizerBase
+    input_key: str
+    label_key: str | None
+    chat: Chat | None
+    template: TemplateFlags
+    budget: Budget
+
+    def make(self, record: Record, report: DataReport) -> list[Prompt]:
+        text = prompt_text(record, self.input_key, self.chat, self.template)
+        ids: Sequence[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise Dropped(EMPTY_PROMPT)
-        label = "" if flags.label_key is None else record.value(flags.label_key, "--label_key")
+        label = "" if self.label_key is None else record.value(self.label_key, "--label_key")
         source = str(record.row.get(DATASOURCE, "default"))
-        if len(ids) > budget.tokens:
-            raise TooLong(f"longer than {budget}", tokens=len(ids))
+        if len(ids) > self.budget.tokens:
+            raise TooLong(f"longer than {self.budget}", tokens=len(ids))
+        index = len(report.lengths)  # prompts that were kept before this one
         report.keep((text, len(ids)))
-        return [Prompt(index=-1, text=text, input_ids=tuple(ids), label=label, datasource=source)]
-
-    prompts = [replace(prompt, index=index) for index, prompt in enumerate(build_rows(records, make, report))]
-    return Loaded(prompts, check_texts(report, tokenizer))
+        return [Prompt(index=index, text=text, input_ids=tuple(ids), label=label, datasource=source)]
 
 
 def prompt_text(record: Record, input_key: str, chat: Chat | None, template: TemplateFlags) -> str:

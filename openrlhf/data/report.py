@@ -7,15 +7,18 @@ preview` shows all of it. `findings` has the checks that a report contains.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from openrlhf.errors import DataError
 
 LEAST_KEPT = 0.1  # fraction of the rows that must fit the budget
 USUAL = 0.95  # fraction of the rows that fit the suggested budget
 CHECKED = 100  # number of rows that are checked for lost text and misread fields
+# Fields of a report that add up over the parts of a dataset.
+SUMS = ("tokens_cut", "without_eos", "empty_sides", "split_conversations", "long_turns", "desirable")
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,16 @@ class DataReport:
     budget: Budget
     read: int = 0  # records
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
-    lengths: list[int] = field(default_factory=list)  # tokens per row before truncation; for a pair, the longer one
+    lengths: array[int] = field(default_factory=lambda: array("q"))  # tokens before truncation; of a pair, the longer
     too_long: list[int] = field(default_factory=list)  # tokens of the records that were dropped as too long
     tokens_cut: int = 0
     cut_at: Literal["start", "end"] = "end"
     without_eos: int = 0  # rows without an EOS among their targets, not counting truncated rows
+    empty_sides: int = 0  # pairs with a response without text
+    split_conversations: int = 0  # into one row per turn
+    long_turns: int = 0  # turns of split conversations that are omitted, because their context fills the budget
+    desirable: int = 0  # rows with this label
+    soft_labels: bool | None = None  # the kind of the labels of steps; None until the first label is read
     texts: list[str] = field(default_factory=list)  # texts of the first rows, to check how they are tokenised
     findings: list[Finding] = field(default_factory=list)
 
@@ -68,6 +76,35 @@ class DataReport:
         self.tokens_cut += sum(max(0, length - self.budget.tokens) for _, length in sequences)
         if len(self.texts) < CHECKED:
             self.texts += [text for text, _ in sequences]
+
+    def part(self) -> DataReport:
+        """Return an empty report for the next part of the dataset, which `merge` adds to this one."""
+        return DataReport(self.name, self.budget, cut_at=self.cut_at, soft_labels=self.soft_labels)
+
+    def merge(self, part: DataReport) -> None:
+        """Add the report of the next part of the dataset; findings are made once, from the whole report."""
+        for reason, count in part.dropped.items():  # in the order in which a single pass meets the reasons
+            self.dropped[reason] += count
+        self.lengths.extend(part.lengths)
+        self.too_long += part.too_long
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        if self.soft_labels is None:
+            self.soft_labels = part.soft_labels
+        self.texts += part.texts[: max(0, CHECKED - len(self.texts))]
+
+    def counts(self) -> dict[str, object]:
+        """Return what `merge` adds up, apart from the lengths, as JSON values."""
+        names = ("dropped", "too_long", *SUMS, "soft_labels", "texts")
+        return {name: getattr(self, name) for name in names}
+
+    def with_counts(self, counts: dict[str, Any], lengths: bytes) -> DataReport:
+        """Return the report of a part whose counts and lengths (as 64-bit integers) were stored."""
+        part = self.part()
+        for name, value in counts.items():
+            setattr(part, name, Counter(value) if name == "dropped" else value)
+        part.lengths.frombytes(lengths)
+        return part
 
     def add(self, *found: Finding | None) -> None:
         """Add the findings of checks; None means that a check found nothing."""

@@ -2,6 +2,7 @@
 
 `build_rows` takes a function that makes the rows of one record. The function raises a DataError for invalid data, which
 ends the run, and `Dropped` for a valid record that cannot be trained on, which is counted in the dataset's report.
+Rows to train on are made by a `RowReader`, so that `row_cache` can make them in parallel and keep them on disk.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ from openrlhf.monitor import is_main_process, say
 LARGE = 2000  # minimum number of rows for a progress bar
 
 Row = TypeVar("Row")
+MadeRow = TypeVar("MadeRow", covariant=True)
 LoadedRow = TypeVar("LoadedRow", covariant=True)
 
 
@@ -50,6 +52,19 @@ class Loaded(Generic[LoadedRow]):
     soft_labels: bool = False
 
 
+class RowReader(Protocol[MadeRow]):
+    """Makes the rows of a record: a dataclass whose fields, apart from the record, determine the rows.
+
+    It keeps its counts in the report, so that any process can read any part of a dataset.
+    """
+
+    kind: ClassVar[type]  # of the rows
+
+    def make(self, record: Record, report: DataReport) -> Iterable[MadeRow]:
+        """Return the rows of one record, and count them in the report."""
+        ...
+
+
 EMPTY_PROMPT = "with an empty prompt"
 EMPTY_RESPONSE = "with an empty response"
 NO_ANSWER = "whose last message is not the assistant's"
@@ -75,18 +90,30 @@ def encode_response(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len:
 
 
 def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report: DataReport) -> list[Row]:
+    """Collect the rows of all records in a list; raise an error if hardly any can be used."""
+    report.read = len(records)
+    hidden = len(records) < LARGE or not is_main_process()
+    rows = make_rows(progress_bar(len(records), records, hidden=hidden), make, report)
+    report.require_rows()
+    return rows
+
+
+def progress_bar(num_rows: int, records: Iterable[Record] | None = None, *, hidden: bool = False) -> tqdm[Record]:
+    """Return a progress bar for rows that are read, around `records` if given; outside a terminal it is hidden."""
+    hidden = hidden or not sys.stderr.isatty()
+    return tqdm(records, desc="reading", unit=" rows", total=num_rows, disable=hidden, leave=False)
+
+
+def make_rows(records: Iterable[Record], make: Callable[[Record], Iterable[Row]], report: DataReport) -> list[Row]:
     """Collect the rows that `make` returns for each record; count dropped records by reason."""
     rows: list[Row] = []
-    report.read = len(records)
-    hidden = len(records) < LARGE or not is_main_process() or not sys.stderr.isatty()
-    for record in tqdm(records, desc="reading", unit=" rows", total=len(records), disable=hidden, leave=False):
+    for record in records:
         try:
             rows.extend(make(record))
         except Dropped as drop:
             report.dropped[str(drop)] += 1
             if isinstance(drop, TooLong):
                 report.too_long.append(drop.tokens)
-    report.require_rows()
     return rows
 
 

@@ -7,6 +7,7 @@ concatenated or mixed, so rows are read when needed, and datasets may have diffe
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,26 @@ class TableRows:
     def read(self, position: int) -> tuple[object, int]:
         row: dict[str, object] = self.table[position]
         return {field: without_nulls(value) for field, value in row.items()}, position + 1  # null fields are kept
+
+    def read_many(self, positions: Sequence[int]) -> list[tuple[object, int]]:
+        columns: dict[str, list[object]] = self.table[list(positions)]
+        rows = zip(*([without_nulls(value) for value in column] for column in columns.values()), strict=True)
+        return [(dict(zip(columns, row, strict=True)), place + 1) for place, row in zip(positions, rows, strict=True)]
+
+    def digest(self) -> str | None:
+        """Return a hash of the table, or None if its rows are formatted, which may be by a function."""
+        if self.table.format["type"] is not None:
+            return None
+        found = hashlib.sha256(f"{self.table.features!r} {self.table.format!r}".encode())
+        parts = [self.table.data, self.table._indices]
+        for part in (part.table for part in parts if part is not None):
+            for batch in part.to_batches():
+                # The stream contains exactly the rows of the batch, which may be a slice of a file.
+                content = pa.BufferOutputStream()
+                with pa.ipc.new_stream(content, part.schema) as stream:
+                    stream.write_batch(batch)
+                found.update(content.getvalue())
+        return found.hexdigest()
 
 
 def without_nulls(value: object) -> object:
