@@ -54,7 +54,7 @@ def load_rows(records: Records, reader: RowReader[Row], report: DataReport) -> S
         rows, found = cache.find(reader.kind, report) or cache.make(records, reader, report)
     except (OSError, NotStorable) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        say(f"{records.name}: rows are kept in memory, because {cache.folder} cannot hold them: {why}")
+        say(f"{records.name}: rows are kept in memory, because they cannot be cached in {cache.folder}: {why}")
         return build_rows(records, partial(reader.make, report=report), report)
     report.read = len(records)
     report.merge(found)
@@ -118,6 +118,8 @@ class RowCache:
                         writer.write_batch(part.batch)
                         bar.update(count)
                 flush(file)
+            if row_key(records, reader, report.budget) != self.key:
+                raise NotStorable("the data changed while it was read")
             with aside.open("rb") as file:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
             aside.replace(self.rows_file)

@@ -37,7 +37,7 @@ Column = Callable[[int], Cell]  # returns the cell of a row
 
 
 class NotStorable(ValueError):
-    """Raised for a row with a value that a column cannot hold exactly."""
+    """Raised for rows that cannot be stored exactly."""
 
 
 @dataclass(frozen=True)

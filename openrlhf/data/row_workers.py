@@ -34,7 +34,7 @@ from openrlhf.data.rows import RowReader, make_rows
 from openrlhf.subprocesses import python_command
 
 PART = 2000  # records
-MIN_PARALLEL = 20_000  # records; a worker takes seconds to start
+MIN_PARALLEL = 50_000  # records; a worker takes seconds to start
 MAX_WORKERS = 16  # this process reads the records for all of them
 AHEAD = 2  # parts per worker that are made before they are needed
 NOWHERE = Place("", 0)  # a worker does not report errors

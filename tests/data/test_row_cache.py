@@ -205,8 +205,8 @@ def test_rows_stay_in_memory_if_the_folder_cannot_be_made(caching, load, tmp_pat
     (tmp_path / "cache").write_text("a file")
     assert isinstance(load("responses").rows, list)
     folder = tmp_path / "cache" / "openrlhf_rows"
-    line = f"openrlhf: rows.jsonl: rows are kept in memory, because {folder} cannot hold them: Not a directory"
-    assert capsys.readouterr().err.splitlines() == [line]
+    why = f"rows are kept in memory, because they cannot be cached in {folder}: Not a directory"
+    assert capsys.readouterr().err.splitlines() == [f"openrlhf: rows.jsonl: {why}"]
 
 
 def test_rows_stay_in_memory_if_the_disk_is_full(caching, load, tmp_path, capsys):
@@ -222,6 +222,17 @@ def test_rows_stay_in_memory_if_the_disk_is_full(caching, load, tmp_path, capsys
     assert contents(loaded) == whole
     assert capsys.readouterr().err.count("rows are kept in memory") == 1
     assert cached_files(tmp_path) == [".json"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_cached(caching, load, tmp_path, monkeypatch, capsys):
+    def edit_and_make(*arguments):
+        (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("six", "two"))
+        return row_workers.make_parts(*arguments)
+
+    monkeypatch.setattr(row_cache, "make_parts", edit_and_make)
+    assert isinstance(load("responses").rows, list)
+    assert "the data changed while it was read" in capsys.readouterr().err
+    assert cached_files(tmp_path) == []
 
 
 def test_labels_that_json_would_change_stay_in_memory(caching, tokenizer, capsys):
@@ -259,9 +270,7 @@ print(len(loaded.rows), sum(int(row.input_ids.sum()) for row in loaded.rows), ty
 @pytest.mark.slow(seconds=15)
 def test_several_processes_share_one_file(tmp_path):
     write_rows(tmp_path / "rows.jsonl", ANSWERS * 500)
-    started = [
-        subprocess.Popen([*warm_python(), "-c", PROGRAM], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    started = [subprocess.Popen([*warm_python(), "-c", PROGRAM], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     printed = {process.communicate()[0] for process in started}
     assert len(printed) == 1
     assert printed.pop().split()[0::2] == ["2500", "MappedRows"]

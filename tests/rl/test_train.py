@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.data import row_cache
 from openrlhf.monitor import shown_number
 from openrlhf.rl.models import Trained
 from openrlhf.training import checkpoint
@@ -88,6 +89,15 @@ def test_reward_calls_with_several_groups_do_not_change_a_run(train_ppo, tmp_pat
     assert seen.read_text().split() == ["3", "3", "2"] * 5  # the test with made-up answers, and four rollouts
     assert together.metrics == alone.metrics
     assert have_equal_weights(weights(together), weights(alone))
+
+
+@pytest.mark.slow(seconds=2)
+def test_prompts_from_the_cache_do_not_change_a_run(train_ppo, tmp_path, monkeypatch):
+    in_memory = train_ppo("in_memory")
+    monkeypatch.setattr(row_cache, "MIN_CACHED", 1)
+    for start in ("first", "second"):
+        assert train_ppo(start).metrics == in_memory.metrics
+    assert len([*(tmp_path / "cache").rglob("*.arrow")]) == 1
 
 
 def test_an_empty_queue_equals_the_synchronous_run(train_ppo):

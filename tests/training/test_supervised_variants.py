@@ -8,6 +8,7 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from openrlhf.data import row_cache
 from tests.plain_transformers import load, mean_loss
 from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 
@@ -136,3 +137,17 @@ def test_optimizer_offloading_has_no_effect_on_a_cpu(tmp_path, train, capsys):
 def test_muon_trains_the_matrices(tmp_path, train):
     ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(42), answers(4)), optim="muon", max_epochs=3)
     assert ran.train("gpt_loss")[-1] < ran.train("gpt_loss")[0] - 1  # six seeds: -2.9 to -2.8
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_from_the_cache_do_not_change_a_run(case, tmp_path, train, models, monkeypatch):
+    command, flags, rows, _ = CASES[case]
+    flags = flags | dataset_flags(tmp_path, rows, rows[:9])
+    if case == "kd":
+        flags["teacher_model"] = models(seed=5)
+    in_memory = train(command, "in_memory", **flags)
+    monkeypatch.setattr(row_cache, "MIN_CACHED", 1)
+    for start in ("first", "second"):
+        assert train(command, start, **flags).metrics == in_memory.metrics
+    assert len([*(tmp_path / "cache").rglob("*.arrow")]) == 2  # training and evaluation
