@@ -8,6 +8,7 @@ from datetime import datetime
 import datasets
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from openrlhf.config.sections.data import (
     ConversationFlags,
@@ -222,6 +223,16 @@ def test_rows_stay_in_memory_if_the_disk_is_full(caching, load, tmp_path, capsys
     assert contents(loaded) == whole
     assert capsys.readouterr().err.count("rows are kept in memory") == 1
     assert cached_files(tmp_path) == [".json"]
+
+
+def test_a_process_does_not_wait_forever_for_another(caching, load, tmp_path, monkeypatch, capsys):
+    load("responses")
+    (path,) = (tmp_path / "cache").rglob("*.arrow")
+    path.unlink()
+    monkeypatch.setattr(row_cache, "WAIT_S", 0)
+    with FileLock(path.with_suffix(".lock")):
+        assert isinstance(load("responses").rows, list)
+    assert capsys.readouterr().err.count("rows are kept in memory") == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(caching, load, tmp_path, monkeypatch, capsys):
