@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from openrlhf.errors import DataError
 
 LEAST_KEPT = 0.1  # fraction of the rows that must fit the budget
@@ -112,7 +114,7 @@ class DataReport:
 
     @property
     def truncated(self) -> int:
-        return sum(length > self.budget.tokens for length in self.lengths)
+        return int((np.asarray(self.lengths) > self.budget.tokens).sum())
 
     @property
     def reasons(self) -> str:
@@ -120,13 +122,13 @@ class DataReport:
 
     def larger_budget(self) -> str | None:
         """Suggest a budget for 95% of the rows, or for all of them if 95% already fit."""
-        needed = sorted([*self.lengths, *self.too_long])
-        if self.budget.flag is None or not needed or needed[-1] <= self.budget.tokens:
+        needed = np.sort(np.asarray(self.lengths + array("q", self.too_long)))  # [rows]
+        if self.budget.flag is None or not len(needed) or needed[-1] <= self.budget.tokens:
             return None
-        usual = needed[math.ceil(USUAL * len(needed)) - 1]
-        if self.budget.tokens < usual < needed[-1]:
+        usual, longest = int(needed[math.ceil(USUAL * len(needed)) - 1]), int(needed[-1])
+        if self.budget.tokens < usual < longest:
             return f"{self.budget.for_rows(usual)}, which keeps {USUAL:.0%} of them whole"
-        return f"{self.budget.for_rows(needed[-1])}, which keeps all of them whole"
+        return f"{self.budget.for_rows(longest)}, which keeps all of them whole"
 
     def require_rows(self) -> None:
         """Raise if no row is left, or if hardly any fits the budget."""

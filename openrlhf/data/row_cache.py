@@ -17,10 +17,11 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import pyarrow as pa
@@ -36,7 +37,7 @@ from openrlhf.monitor import say
 
 Row = TypeVar("Row")
 
-MIN_CACHED = 10_000  # records; fewer are tokenised in about a second
+MIN_CACHED = 10_000  # records; fewer are tokenised in a few seconds
 FOLDER = "openrlhf_rows"
 WAIT_S = 2 * 60 * 60  # for another process that makes the rows
 
@@ -80,13 +81,12 @@ class RowCache:
     def find(self, kind: type[Row], report: DataReport) -> tuple[MappedRows[Row], DataReport] | None:
         """Map the rows and return them with their report; None if the files are missing or damaged."""
         try:
-            checksum, _, text = self.counts_file.read_text().partition("\n")
-            if checksum != hashlib.sha256(text.encode()).hexdigest():
+            expected, _, text = self.counts_file.read_text(encoding="utf-8").partition("\n")
+            if expected != hashlib.sha256(text.encode()).hexdigest():
                 return None
             stored: dict[str, Any] = json.loads(text)
-            with self.rows_file.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
-                    return None
+            if checksum(self.rows_file) != stored["sha256"]:
+                return None
         except (FileNotFoundError, UnicodeDecodeError):
             return None
         mapped = pa.ipc.open_file(pa.memory_map(str(self.rows_file)))
@@ -112,27 +112,33 @@ class RowCache:
         """Make the rows and write both files."""
         aside = self.folder / f"{self.key}.{secrets.token_hex(4)}.tmp"
         try:
-            with aside.open("wb") as file, progress_bar(len(records)) as bar:
-                with pa.ipc.new_file(file, FORMATS[reader.kind].schema) as writer:
-                    for count, part in make_parts(records, reader, report):
-                        writer.write_batch(part.batch)
-                        bar.update(count)
-                flush(file)
+            with (
+                aside.open("wb") as file,
+                pa.ipc.new_file(file, FORMATS[reader.kind].schema) as writer,
+                closing(make_parts(records, reader, report)) as parts,  # ends workers even if the disk is full
+                progress_bar(len(records)) as bar,
+            ):
+                for count, part in parts:
+                    writer.write_batch(part.batch)
+                    bar.update(count)
             if row_key(records, reader, report.budget) != self.key:
                 raise NotStorable("the data changed while it was read")
-            with aside.open("rb") as file:
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()
-            aside.replace(self.rows_file)
-            text = json.dumps({"sha256": checksum, "counts": report.counts()})
-            with aside.open("w") as file:
-                file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-                flush(file)
-            aside.replace(self.counts_file)
+            text = json.dumps({"sha256": checksum(aside), "counts": report.counts()})
+            publish(aside, self.rows_file)
+            aside.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
+            publish(aside, self.counts_file)
         finally:
             aside.unlink(missing_ok=True)
 
 
-def flush(file: IO[Any]) -> None:
-    """Write a file to the disk, so that a crash of the machine after its renaming leaves no incomplete file."""
-    file.flush()
-    os.fsync(file.fileno())
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file, which is read without mapping it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Rename a complete file, after it is on the disk: a crash of the machine must not leave a part of it."""
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)

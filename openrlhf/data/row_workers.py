@@ -17,7 +17,7 @@ import json
 import os
 import subprocess
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from openrlhf.data.rows import RowReader, make_rows
 from openrlhf.subprocesses import python_command
 
 PART = 2000  # records
-MIN_PARALLEL = 50_000  # records; a worker takes seconds to start
+MIN_PARALLEL = 20_000  # records; a worker takes seconds to start
 MAX_WORKERS = 16  # this process reads the records for all of them
 AHEAD = 2  # parts per worker that are made before they are needed
 NOWHERE = Place("", 0)  # a worker does not report errors
@@ -50,7 +50,7 @@ class RowPart:
     report: DataReport
 
 
-def make_parts(records: Records, reader: RowReader[object], report: DataReport) -> Iterator[tuple[int, RowPart]]:
+def make_parts(records: Records, reader: RowReader[object], report: DataReport) -> Generator[tuple[int, RowPart]]:
     """Yield the number of records and the rows of each part, in order; merge their reports into `report`."""
     parts = [records.part(begin, begin + PART) for begin in range(0, len(records), PART)]
     with open_workers(num_workers(len(records)), reader, report) as workers:

@@ -131,7 +131,7 @@ def test_mapped_rows_are_a_sequence_of_views(caching, load):
         rows[len(rows)]
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("kind", ["turns", "prompts"])
 def test_workers_make_the_same_rows(kind, caching, load, monkeypatch):
     monkeypatch.setattr(row_workers, "num_workers", lambda _: 0)
@@ -142,7 +142,7 @@ def test_workers_make_the_same_rows(kind, caching, load, monkeypatch):
     assert contents(load(kind, repeat=5)) == alone
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("rows", "error"),
@@ -159,7 +159,6 @@ def test_an_error_names_the_first_bad_row(rows, error, workers, caching, load, t
     assert cached_files(tmp_path) == []
 
 
-@pytest.mark.slow(seconds=10)
 def test_rows_of_a_worker_that_dies_are_made_here(caching, load, monkeypatch):
     monkeypatch.setattr(row_workers, "num_workers", lambda _: 1)
     monkeypatch.setattr(row_workers, "python_command", lambda code: ["false"])
@@ -278,7 +277,7 @@ print(len(loaded.rows), sum(int(row.input_ids.sum()) for row in loaded.rows), ty
 """
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=3)
 def test_several_processes_share_one_file(tmp_path):
     write_rows(tmp_path / "rows.jsonl", ANSWERS * 500)
     started = [subprocess.Popen([*warm_python(), "-c", PROGRAM], stdout=subprocess.PIPE, text=True) for _ in range(3)]
