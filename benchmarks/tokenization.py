@@ -6,7 +6,8 @@
 
 Writes random conversations and trains a byte-level BPE tokenizer on some of them, then reads the rows as `train_sft`
 does, each time in a new process. Memory is what the process holds on its own when the rows are loaded (USS; pages of
-mapped files, which all processes share, do not count), and its peak with such pages; both without the imports.
+mapped files, which all processes share, do not count), and its peak with such pages; both without the imports. CPU time
+includes that of worker processes.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 
 WORDS = 20_000  # distinct words
@@ -30,11 +32,11 @@ def write_data(path: Path, rows: int) -> None:
     rng = random.Random(0)
     letters = "etaoinshrdlcumwfgypbvkjxqz"
     words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(WORDS)]
-    weights = [1 / (place + 10) for place in range(WORDS)]
+    weights = list(accumulate(1 / (place + 10) for place in range(WORDS)))
     with path.open("w") as file:
         for _ in range(rows):
-            question = " ".join(rng.choices(words, weights, k=rng.randint(10, 60)))
-            answer = " ".join(rng.choices(words, weights, k=rng.randint(50, 350)))
+            question = " ".join(rng.choices(words, cum_weights=weights, k=rng.randint(10, 60)))
+            answer = " ".join(rng.choices(words, cum_weights=weights, k=rng.randint(50, 350)))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
 
@@ -55,6 +57,12 @@ def write_tokenizer(folder: Path, data: Path) -> None:
     ready.save_pretrained(folder)
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the worker processes that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def load(folder: Path, *, in_memory: bool) -> None:
     """Load the rows as `train_sft` does, and print what that took."""
     import psutil
@@ -73,17 +81,17 @@ def load(folder: Path, *, in_memory: bool) -> None:
         template=TemplateFlags(apply_chat_template=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    process, started = psutil.Process(), time.perf_counter()
+    process, started, computed = psutil.Process(), time.perf_counter(), cpu_seconds()
     before, imported = process.memory_full_info().uss, process.memory_info().rss
     rows = read_train(config, tokenizer).rows
-    seconds = time.perf_counter() - started
+    seconds, computed = time.perf_counter() - started, cpu_seconds() - computed
     held = process.memory_full_info().uss - before
     started = time.perf_counter()
     picked = [rows[place] for place in random.Random(0).choices(range(len(rows)), k=10_000)]
     access = (time.perf_counter() - started) / len(picked)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imported
     print(
-        f"{seconds:7.1f} s, {len(rows) / seconds:9,.0f} rows/s, holds {held / 2**20:7,.0f} MiB,"
+        f"{seconds:7.1f} s, {computed:7.1f} s of CPU, {len(rows) / seconds:9,.0f} rows/s, holds {held / 2**20:7,.0f} MiB,"
         f" peak {peak / 2**20:7,.0f} MiB, {access * 1e6:.1f} us per row in training order"
     )
 
