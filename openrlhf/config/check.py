@@ -95,6 +95,7 @@ RL: Rules = (
     rl.rings_and_dynamic_batches_pack,
     rl.kl_estimator_suits_its_place,
     rl.oversampling_needs_async,
+    rl.samples_may_wait_for_the_queue,
     rl.ranges_are_intervals,
     rl.thresholds_are_an_interval,
     rl.clip_range_is_positive,

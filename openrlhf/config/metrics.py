@@ -150,6 +150,18 @@ REWARDS = (
         "Percentage of generated groups that --dynamic_filtering kept.",
         "Above 30; below, most of the generation is thrown away.",
     ),
+    train(
+        "rollout/aborted_groups",
+        RL,
+        "Prompts that were cancelled because their rollout was complete without them (--abort_stragglers).",
+        "At most the prompts in progress beyond --rollout_batch_size.",
+    ),
+    train(
+        "rollout/stale_groups",
+        RL,
+        "Prompts that were dropped and generated again because of --max_staleness.",
+        "Absent or small; otherwise oversample less.",
+    ),
     train("steps", RL, "Mean number of step rewards per sample (--step_rewards).", "Steady."),
 )
 
@@ -205,8 +217,8 @@ POLICY = (
     train(
         "staleness",
         RL,
-        "Weight versions between the policy that sampled and the one that trains.",
-        "0 in synchronous runs, at most --async_queue_size otherwise.",
+        "Weight versions between the policy that sampled and the one that trains, of the oldest sample.",
+        "0 in synchronous runs, otherwise at most --async_queue_size or, with oversampling, --max_staleness.",
     ),
 )
 

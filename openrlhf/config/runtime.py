@@ -125,13 +125,32 @@ def critic_model(config: RLConfig) -> str | None:
 
 
 def queue_size(config: RLConfig) -> int:
-    """Return the maximum age of a sample in training, in weight versions; 0 means synchronous training."""
+    """Return the maximum age of a rollout in training, in weight versions; 0 means synchronous training.
+
+    With oversampling, a rollout may contain older samples, see `staleness_limit`.
+    """
     return config.asynchrony.async_queue_size if config.asynchrony.async_train else 0
 
 
 def is_asynchronous(config: RLConfig) -> bool:
     """Return True if samples may come from older weights than the ones being trained."""
     return queue_size(config) > 0
+
+
+def surplus_groups(config: RLConfig) -> int:
+    """Return by how many groups in progress exceed a rollout (oversampling); 0 in lockstep, which runs in rounds."""
+    asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
+    return 0 if asked is None or generates_in_lockstep(config) else max(0, asked - size)
+
+
+def staleness_limit(config: RLConfig) -> int | None:
+    """Return the maximum age of a sample in training, in weight versions; None means that none is enforced.
+
+    Without oversampling, no sample is older than `queue_size` anyway.
+    """
+    if not surplus_groups(config):
+        return None
+    return config.asynchrony.max_staleness if is_asynchronous(config) else 0
 
 
 def num_rollouts(config: RLConfig, num_prompts: int) -> int:

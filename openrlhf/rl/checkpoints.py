@@ -1,7 +1,8 @@
 """Saving in reinforcement learning: checkpoints between steps, and the models at the end.
 
 The controller calls `Saver` after each step. A checkpoint holds what the workers save (weights, optimizers), the random
-states, the queue of untrained rollouts and the rest of the loop's state, which `load_state` reads on resume.
+states, the queue of untrained rollouts, the groups that wait for their rollout, and the rest of the loop's state, which
+`load_state` reads on resume.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import uses_critic
 from openrlhf.errors import BackendError
 from openrlhf.rl.controller import Controller, State
-from openrlhf.rl.record import read_queue, write_queue
+from openrlhf.rl.group_stream import StreamState
+from openrlhf.rl.record import read_groups, read_queue, write_groups, write_queue
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import StopRequest
 from openrlhf.training import atomic_folder, checkpoint
@@ -32,7 +34,7 @@ from openrlhf.training.model_card import MakeCard, Outcome, training_card, write
 from openrlhf.training.rng import save_rng
 from openrlhf.training.run_directory import shown_flags
 
-QUEUE_FILE = "queue.parquet"
+QUEUE_FILE, GROUPS_FILE = "queue.parquet", "groups.parquet"
 WriteModel: TypeAlias = Callable[[Path], Awaitable[None]]  # writes a model's weights to a folder
 
 
@@ -92,6 +94,7 @@ class Saver:
                 await self.workers.save(aside)
                 save_rng(aside, 0)
                 write_queue(aside / QUEUE_FILE, state.queue)
+                write_groups(aside / GROUPS_FILE, state.stream.accepted)
                 saved = {"step": state.version, "settings": shown_flags(self.config), **state.plain()}
                 checkpoint.write_state(aside, saved | {"run": self.run_id})
             return True
@@ -125,6 +128,8 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     saved = checkpoint.read_state(folder)
     own = {name: saved[name] for name in ("version", "made", "place", "failures", "best", "best_key") if name in saved}
     state = State(kl=replace(kl, **saved["kl"]), queue=deque(read_queue(folder / QUEUE_FILE)), **own)
+    again, accepted = saved.get("again", []), read_groups(folder / GROUPS_FILE)
+    state.stream = StreamState(state.place + len(again) + len(accepted), again=again, accepted=accepted)
     # Every rollout that was made has been trained or is in the queue, and used at least one prompt.
     if state.made != state.version + len(state.queue) or state.place < state.made:
         raise BackendError(

@@ -15,13 +15,17 @@
 
 Let k be `runtime.queue_size`. Rollout i may begin once the weights have reached version i - k, so a sample is at most k
 versions old when it is trained; k = 0 is synchronous training. In lockstep (one process) rollout i begins exactly at
-that version, which makes a run a function of its seed; on a cluster, timing decides within the same bound.
+that version, which makes a run a function of its seed; on a cluster, timing decides within the same bound. All rollouts
+that may begin are generated at the same time as one stream of groups (`group_stream.py`), so the last samples of one
+do not leave the engines idle; without vLLM in one process, they are generated one after the other. Only oversampling
+lets samples grow older than k: what a rollout leaves over waits for the next one, at most until --max_staleness.
 `rl/train.py` builds the parts and calls `Controller.run`.
 
 Back-pressure points:
 
 1. The producer waits before each rollout until made <= version + k. So at most k + 1 rollouts are untrained at any
-   time, counting the one being generated and the one in training.
+   time, counting those being generated and the one in training. With oversampling, groups of the surplus that are in
+   progress keep running while the producer waits, but no new ones start.
 2. The trainer waits before each step for a rollout in the queue. In lockstep it waits for k + 1, all that the current
    weights may generate, so generation and training alternate. Once no rollout is left to generate, it trains the rest
    without waiting.
@@ -30,8 +34,9 @@ Back-pressure points:
 4. With k = 0, `begin_training` puts engines that share devices with the models to sleep until the next sync.
 5. The probe after a sync (see `proof.py`), evaluation and `after_step` (checkpoints) delay the next training step. A
    producer that waits at [1] is woken only after them.
-6. Within a rollout, `runtime.most_episodes` limits the episodes in progress and --vllm_generate_batch_size the prompts
-   per generation call.
+6. The groups in progress are those that the open rollouts still miss, plus the surplus of --vllm_generate_batch_size
+   above --rollout_batch_size. Below it, the flag limits them, and so does `runtime.most_episodes`. A rejected group is
+   replaced as soon as it is judged; with --dynamic_filtering, that waits for the reward models.
 7. The recorder writes the samples of a step while the trainer works. At most one file is pending: the next step waits
    for it before it records its own samples, and so does a checkpoint.
 
@@ -57,6 +62,7 @@ from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runti
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
+from openrlhf.rl.group_stream import StreamState
 from openrlhf.rl.health import RLHealth, StepNumbers
 from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
@@ -86,15 +92,17 @@ class State:
     kl: FixedKL | AdaptiveKL
     version: int = 0  # version of the weights: the number of rollouts trained on
     made: int = 0  # non-empty rollouts generated
-    place: int = 0  # position in the source where the next rollout begins
+    place: int = 0  # prompts (files of a replay) that the rollouts so far have used
     failures: int = 0  # samples of all rollouts that failed and were skipped
     queue: deque[Rollout] = field(default_factory=deque)  # generated but not yet trained on
+    stream: StreamState = field(default_factory=StreamState)  # groups of rollouts that are not complete
     best: float | None = None  # value of the best evaluation
     best_key: str | None = None  # name of that metric
 
     def plain(self) -> dict[str, object]:
-        """Return the state as JSON values, without the queue, which `record.write_queue` writes to its own file."""
-        return {name: value for name, value in vars(self).items() if name != "queue"} | {"kl": asdict(self.kl)}
+        """Return the state as JSON values, without samples, which `record.py` writes to files of their own."""
+        own = {name: value for name, value in vars(self).items() if name not in ("queue", "stream")}
+        return own | {"kl": asdict(self.kl), "again": self.stream.unfinished}
 
 
 @dataclass(eq=False)
@@ -142,18 +150,27 @@ class Controller:
         most = self.config.batches.max_steps
         return self.state.place >= len(self.source) or (most is not None and self.state.made >= most)
 
+    def _open_rollouts(self) -> None:
+        """Let the source work on all rollouts that the version of the weights permits."""
+        last, most = self.state.version + self.queue_size, self.config.batches.max_steps
+        self.source.open_through(last if most is None else min(last, most - 1))
+
     async def _produce(self) -> None:
         """Put rollouts into the queue, as fast as the version of the weights permits."""
         state = self.state
-        while not self.exhausted:
-            async with self.changed:
-                await self.changed.wait_for(lambda: self.monitor.stops or state.made <= state.version + self.queue_size)
-            if self.monitor.stops:
-                return
-            began = time.perf_counter()
-            rollout = await self.source.take(state.made, state.place)
-            self.generation_seconds[rollout.number] = time.perf_counter() - began
-            async with self.changed:
+        try:
+            while not self.exhausted:
+                async with self.changed:
+                    await self.changed.wait_for(
+                        lambda: self.monitor.stops or state.made <= state.version + self.queue_size
+                    )
+                if self.monitor.stops:
+                    return
+                began = time.perf_counter()
+                self._open_rollouts()
+                rollout = await self.source.take(state.made, state.place)
+                # A checkpoint may be written at any await: until the rollout is in the queue, there must be none.
+                self.generation_seconds[rollout.number] = time.perf_counter() - began
                 state.place = rollout.next_place
                 state.failures += int(rollout.metrics.get(FAILURES, 0.0))
                 if state.failures:
@@ -161,7 +178,10 @@ class Controller:
                 if rollout.trajectories:  # an empty rollout is never trained, so the trainer must not wait for it
                     state.made += 1
                     state.queue.append(rollout)
-                self.changed.notify_all()
+                async with self.changed:
+                    self.changed.notify_all()
+        finally:
+            await self.source.close()
 
     async def _consume(self, after_step: AfterStep) -> None:
         """Train on the rollouts of the queue in order, one step for each, until there are none left."""
@@ -200,6 +220,7 @@ class Controller:
             await self.evaluate()
         await after_step(self)
         self._between_steps(now)
+        self._open_rollouts()
         async with self.changed:
             self.changed.notify_all()
 

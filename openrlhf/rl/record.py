@@ -2,7 +2,8 @@
 
 The controller writes one file per step through `Recorder`, and `Replay` serves such files as the rollouts of another
 run. A record may be partial: a share of the groups, or the steps up to a size limit, as `.about.json` says. A
-checkpoint stores the queue of rollouts that are not trained yet in a similar format.
+checkpoint stores the queue of rollouts that are not trained yet, and groups that wait for their rollout, in a similar
+format.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,6 +22,7 @@ from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import counted
 from openrlhf.monitor import LoggedSample, say
 from openrlhf.rl.experience import Experience
+from openrlhf.rl.group_stream import Group
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.rl.sample_files import Values, read_about, read_samples, samples_of, trajectory_of, write_samples
 from openrlhf.training.disk_space import GIB, bytes_of, replace_file
@@ -152,6 +155,12 @@ class Replay:
     def __len__(self) -> int:
         return len(self.files)
 
+    def open_through(self, number: int) -> None:
+        """Do nothing: files are read when they are needed."""
+
+    async def close(self) -> None:
+        """Do nothing, likewise."""
+
     async def take(self, number: int, place: int) -> Rollout:
         trajectories = await asyncio.to_thread(read_samples, self.files[place])
         version = min((item.version for item in trajectories), default=number)
@@ -195,3 +204,14 @@ def read_queue(path: Path) -> Iterator[Rollout]:
     for place, about in enumerate(read_about(path)):
         own = [item for item, number in zip(items, numbers, strict=True) if number == place]
         yield Rollout(**about, trajectories=own)
+
+
+def write_groups(path: Path, groups: Iterable[Group]) -> None:
+    """Write accepted groups that do not belong to a rollout yet, as part of a checkpoint."""
+    write_samples(path, [item for group in groups for item in group], {})
+
+
+def read_groups(path: Path) -> list[Group]:
+    """Read the groups that `write_groups` wrote; a checkpoint of an older version has none, and no such file."""
+    items = read_samples(path) if path.exists() else []
+    return [list(group) for _, group in groupby(items, key=lambda item: item.prompt.index)]

@@ -1,18 +1,18 @@
-"""Concurrent episodes, and how their requests are batched for the engine.
+"""Concurrent episodes, and how their requests reach the engine.
 
-`run_groups` gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the executor. An
-episode generates through its session; the scheduler collects requests and sends them to the engine in batches:
+`start_group` gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the executor. An
+episode generates through its session. In lockstep, the scheduler collects requests and sends them in batches:
 
     episode -> EpisodeSession.generate -> pending -> EpisodeScheduler.send_if_ready -> Engine.generate
        ^                                                                                    |
        +---------------------------------------  _deliver  <--------------------------------+
 
-In lockstep, a batch is sent as soon as every running episode has a request. Engines are fastest with large batches, and
-the batches depend only on the episodes, so a run is reproducible. This also holds with a limit on episodes: which
-groups start before the next batch depends on how many episodes have ended, not on which ended first.
+A batch is sent as soon as every running episode has a request. Engines are fastest with large batches, and the batches
+depend only on the episodes, so a run is reproducible. This also holds with a limit on episodes: which groups start
+before the next batch depends on how many episodes have ended, not on which ended first.
 
-Without lockstep, episodes do not wait for each other: the requests that the samples of a prompt make in the same
-iteration of the event loop form one batch, for the engine that has the prompt in its prefix cache.
+Without lockstep, episodes do not wait for each other: each request goes to the engine by itself, and its episode
+continues as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, groupby
+from itertools import count
 
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Completion, Request
@@ -37,7 +37,7 @@ class PendingRequest:
 
 
 class EpisodeScheduler:
-    """Scheduler that starts groups, at most `limit` episodes at a time, and batches the requests of their episodes."""
+    """Scheduler that starts groups of episodes, at most `limit` at a time, and in lockstep batches their requests."""
 
     def __init__(self, engine: Engine, limit: int | None = None, *, lockstep: bool = True) -> None:
         self.engine = engine
@@ -74,20 +74,18 @@ class EpisodeScheduler:
                 started.set_result(sessions)
 
     def send_if_ready(self) -> None:
-        """Send the pending requests in the order of their episodes: as one batch or, without lockstep, by prompt.
+        """In lockstep, send the pending requests as one batch, in the order of their episodes, once all episodes wait.
 
-        In lockstep, do nothing until all running episodes wait. Sessions schedule this function for the next iteration
-        of the event loop, by which time the other requests of this iteration are pending too.
+        Sessions schedule this function for the next iteration of the event loop, by which time the other requests of
+        this iteration are pending too.
         """
-        if self.lockstep and len(self.pending) < self.running:
+        if not self.pending or len(self.pending) < self.running:
             return
-        pending = sorted(self.pending, key=lambda entry: entry.episode)
+        batch = sorted(self.pending, key=lambda entry: entry.episode)
         self.pending.clear()
-        for _, group in groupby(pending, key=lambda entry: None if self.lockstep else entry.request.prefix):
-            batch = list(group)
-            completions = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
-            self.batches.add(completions)
-            completions.add_done_callback(partial(self._deliver, batch))
+        completions = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
+        self.batches.add(completions)
+        completions.add_done_callback(partial(self._deliver, batch))
 
     def _deliver(self, batch: list[PendingRequest], completions: asyncio.Future[list[Completion]]) -> None:
         """Pass the outcome of a batch (completions, an error or a cancellation) to all callers still waiting for it."""
@@ -114,10 +112,14 @@ class EpisodeSession:
     open: bool = True
 
     async def generate(self, request: Request) -> Completion:
-        """Add a request to the next batch, and return its completion."""
+        """Return the completion of a request; cancelling the call cancels the request, except in lockstep."""
         assert self.open, "an episode requested tokens after it had ended"
+        request = replace(request, prefix=self.prefix)
+        if not self.scheduler.lockstep:
+            (completion,) = await self.scheduler.engine.generate([request])
+            return completion
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        entry = PendingRequest(self.episode, replace(request, prefix=self.prefix), answer)
+        entry = PendingRequest(self.episode, request, answer)
         self.scheduler.pending.append(entry)
         asyncio.get_running_loop().call_soon(self.scheduler.send_if_ready)
         try:

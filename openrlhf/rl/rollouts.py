@@ -1,7 +1,8 @@
 """Generate rollouts: one group of samples per prompt, in order and filtered, until a rollout is full.
 
 The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` here, or `Replay` in `record.py`. A rollout
-may be smaller than requested, or empty, when the prompts run out. Evaluation uses `run_groups` as well.
+may be smaller than requested, or empty, when the prompts run out. `group_stream.py` decides which groups run when.
+Evaluation uses `run_groups`, which runs a fixed list of prompts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,11 +20,12 @@ from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.shaping import group_is_kept
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import generates_in_lockstep, most_episodes
+from openrlhf.config.runtime import generates_in_lockstep, most_episodes, staleness_limit, surplus_groups
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.monitor import Progress
 from openrlhf.rl.experience import with_model_rewards
-from openrlhf.rl.request_batching import EpisodeScheduler, EpisodeSession
+from openrlhf.rl.group_stream import GroupStream, StreamCounts, StreamLimits, StreamState, version_of
+from openrlhf.rl.request_batching import EpisodeScheduler
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.training.order import permutation
@@ -57,7 +60,11 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The trajectories of one rollout, from the prompts between `place` and `next_place`."""
+    """The trajectories of one rollout.
+
+    `place` is the number of prompts that earlier rollouts used, `next_place` the number including this one: each prompt
+    that was rejected, or whose samples are in a rollout, counts once.
+    """
 
     number: int
     version: int  # version of the engine's weights when the rollout began
@@ -72,46 +79,88 @@ class RolloutSource(Protocol):
 
     def __len__(self) -> int: ...
 
+    def open_through(self, number: int) -> None:
+        """Announce that all rollouts up to this number may begin, so that generation can run ahead of `take`."""
+        ...
+
     async def take(self, number: int, place: int) -> Rollout:
         """Return the rollout that begins at `place`."""
         ...
 
+    async def close(self) -> None:
+        """End all work in progress."""
+        ...
 
-@dataclass(frozen=True)
+
 class GeneratedRollouts:
-    """Source of rollouts from the current policy; a place is a position in the prompt order."""
+    """Source of rollouts from the current policy; a place is the number of prompts that earlier rollouts used."""
 
-    order: PromptOrder
-    engine: Engine
-    executor: GroupExecutor
-    workers: Workers
-    config: RLConfig
+    def __init__(
+        self,
+        order: PromptOrder,
+        engine: Engine,
+        executor: GroupExecutor,
+        workers: Workers,
+        config: RLConfig,
+        state: StreamState | None = None,
+    ) -> None:
+        """Continue from `state`, which changes with every group; a checkpoint stores it."""
+        self.order, self.engine, self.executor, self.config = order, engine, executor, config
+        self.lockstep = generates_in_lockstep(config)
+        self.scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=self.lockstep)
+        flags = config.rollout
+        score = partial(with_model_rewards, workers=workers, each_step=config.rewards.step_rewards)
+        self.stream = GroupStream(
+            order,
+            StreamState() if state is None else state,
+            stream_limits(config),
+            start=lambda prompt: start_group(prompt, self.scheduler, executor, config),
+            # Filtering needs the scores now; otherwise the models score a whole rollout, in `make_experience`.
+            score=score if flags.dynamic_filtering else None,
+            is_kept=partial(is_kept, flags=flags),
+        )
 
     def __len__(self) -> int:
         return len(self.order)
 
-    async def take(self, number: int, place: int) -> Rollout:
-        """Generate groups in prompt order until --rollout_batch_size of them are accepted or the prompts run out.
+    def open_through(self, number: int) -> None:
+        if not self.lockstep:  # in lockstep, groups of one rollout run at a time, so that a run repeats exactly
+            self.stream.open_through(number)
 
-        A rejected group is replaced by the next prompt's group; no accepted group is lost.
-        """
-        flags, each_step = self.config.rollout, self.config.rewards.step_rewards
-        accepted: list[list[Trajectory]] = []
-        start, failures, version = place, 0, self.engine.version
-        while len(accepted) < flags.rollout_batch_size and place < len(self.order):
-            missing = flags.rollout_batch_size - len(accepted)
-            prompts = self.order.take(place, min(missing, flags.vllm_generate_batch_size or missing))
-            place += len(prompts)
-            results = await run_groups(prompts, self.engine, self.executor, self.config)
-            failures += sum(len(result.failures) for result in results)
-            groups = [result.trajectories for result in results]
-            if flags.dynamic_filtering:  # filtering needs the scores now
-                groups = [await with_model_rewards(group, self.workers, each_step=each_step) for group in groups]
-            accepted += [group for group in groups if is_kept(group, flags)]
-        metrics = {FAILURES: float(failures)} if failures else {}
-        if flags.dynamic_filtering:
-            metrics["dynamic_filtering_pass_rate"] = 100.0 * len(accepted) / (place - start)
-        return Rollout(number, version, [item for group in accepted for item in group], start, place, metrics)
+    async def take(self, number: int, place: int) -> Rollout:
+        """Generate groups until --rollout_batch_size of them are accepted or the prompts run out."""
+        groups, counts = await self.stream.take(number)
+        version = min(map(version_of, groups), default=self.engine.version)
+        trajectories = [item for group in groups for item in group]
+        return Rollout(number, version, trajectories, place, self.stream.state.done, self._metrics(counts))
+
+    def _metrics(self, counts: StreamCounts) -> dict[str, float]:
+        named = {
+            FAILURES: counts.failures,
+            "rollout/aborted_groups": counts.aborted,
+            "rollout/stale_groups": counts.stale,
+        }
+        metrics = {name: float(count) for name, count in named.items() if count}
+        judged = counts.kept + counts.rejected
+        if self.config.rollout.dynamic_filtering and judged:
+            metrics["dynamic_filtering_pass_rate"] = 100.0 * counts.kept / judged
+        return metrics
+
+    async def close(self) -> None:
+        await self.stream.close()
+
+
+def stream_limits(config: RLConfig) -> StreamLimits:
+    """Return the limits of a run's stream of groups."""
+    flags, asked = config.rollout, config.rollout.vllm_generate_batch_size
+    return StreamLimits(
+        size=flags.rollout_batch_size,
+        surplus=surplus_groups(config),
+        most_running=asked if asked is not None and asked < flags.rollout_batch_size else None,
+        in_rounds=generates_in_lockstep(config),
+        aborts=flags.abort_stragglers,
+        max_staleness=staleness_limit(config),
+    )
 
 
 async def run_groups(
@@ -126,16 +175,36 @@ async def run_groups(
     `progress` counts the groups that have ended.
     """
     scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=generates_in_lockstep(config))
-    groups = [scheduler.open_group(config.rollout.n_samples_per_prompt, prompt.index) for prompt in prompts]
 
-    async def run(prompt: Prompt, group: asyncio.Future[list[EpisodeSession]]) -> GroupResult:
-        params = sampling(prompt, config.rollout, config.batches.seed)
-        result = await executor.run_group(prompt, params, await group)
+    async def finish(group: asyncio.Future[GroupResult]) -> GroupResult:
+        result = await group
         if progress is not None:
             progress.advance()
         return result
 
-    return await gather_or_cancel(map(run, prompts, groups))
+    started = [start_group(prompt, scheduler, executor, config) for prompt in prompts]
+    return await gather_or_cancel(map(finish, started))
+
+
+def start_group(
+    prompt: Prompt, scheduler: EpisodeScheduler, executor: GroupExecutor, config: RLConfig
+) -> asyncio.Future[GroupResult]:
+    """Run the samples of a prompt as soon as the scheduler has room for them, in the order of the calls."""
+    opened = scheduler.open_group(config.rollout.n_samples_per_prompt, prompt.index)
+    params = sampling(prompt, config.rollout, config.batches.seed)
+
+    async def run() -> GroupResult:
+        return await executor.run_group(prompt, params, await opened)
+
+    def close_sessions(_: object) -> None:
+        """Close what the executor did not because the group was cancelled."""
+        if not opened.cancel() and not opened.cancelled():
+            for session in opened.result():
+                session.close()
+
+    group = asyncio.ensure_future(run())
+    group.add_done_callback(close_sessions)
+    return group
 
 
 def sampling(prompt: Prompt, flags: RolloutFlags, seed: int) -> list[SamplingParams]:

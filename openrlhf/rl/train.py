@@ -120,7 +120,7 @@ async def train(
         layout = replace(layout, sharing=limit > 0)
         monitor = make_monitor(config, rollouts, state.version, sinks)
         reporting = ReportingExecutor(executor, monitor.tell)
-        live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config)
+        live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config, state.stream)
         controller = Controller(
             config,
             state,

@@ -176,7 +176,13 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "oversampling_needs_async",
         "train_ppo",
         "--rollout_batch_size 64 --vllm_generate_batch_size 128",
-        "--vllm_generate_batch_size 128|--rollout_batch_size 64|--async_train",
+        "--vllm_generate_batch_size 128|--rollout_batch_size 64|--async_train, --abort_stragglers",
+    ),
+    (
+        "samples_may_wait_for_the_queue",
+        "train_ppo",
+        "--async_train --async_queue_size 2 --max_staleness 1",
+        "--max_staleness 1|--async_queue_size 2|Try: --async_queue_size 1",
     ),
     (
         "ranges_are_intervals",

@@ -138,14 +138,25 @@ def test_a_cancelled_group_takes_no_slot():
     assert engine.batches == [[(0, 0)], [(2, 0)]]
 
 
-def test_without_lockstep_simultaneous_requests_of_a_prompt_form_a_batch():
-    engine, turns = EchoEngine(), (1, 2, 1, 1)
+def test_without_lockstep_every_request_is_answered_by_itself():
+    """The second sample finishes two turns while the engine still works on the first."""
+
+    class WaitingEngine(EchoEngine):
+        async def generate(self, requests):
+            if requests[0].prompt_token_ids == (0, 0):
+                await may_answer.wait()
+            return await super().generate(requests)
 
     async def main():
-        scheduler = EpisodeScheduler(engine, lockstep=False)
-        groups = [await scheduler.open_group(2, prefix) for prefix in (7, 8)]
-        sessions = [session for group in groups for session in group]
-        return await asyncio.gather(*(episode(*each) for each in zip(sessions, range(4), turns, strict=True)))
+        nonlocal may_answer
+        may_answer = asyncio.Event()
+        sessions = await EpisodeScheduler(engine, lockstep=False).open_group(2, 7)
+        first = asyncio.create_task(episode(sessions[0], 0, 1))
+        assert await episode(sessions[1], 1, 2) == [1, 2]
+        assert not first.done()
+        may_answer.set()
+        return await first
 
-    assert asyncio.run(main()) == [[0], [1, 2], [2], [3]]
-    assert engine.batches == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(1, 1)]]
+    may_answer, engine = None, WaitingEngine()
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == [0]
+    assert engine.batches == [[(1, 0)], [(1, 1)], [(0, 0)]]

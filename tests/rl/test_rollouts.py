@@ -8,6 +8,7 @@ import pytest
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.errors import RolloutError
+from openrlhf.rl.group_stream import StreamState
 from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, run_groups, sampling
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
 from tests.samples import plain
@@ -17,7 +18,8 @@ CONFIG = replace_flags(RLConfig(), rollout_batch_size=3, n_samples_per_prompt=2,
 
 def make_rollout(reward=lambda prompt, sample: 1.0, config=CONFIG, place=0, count=8, workers=None):
     order = PromptOrder(prompts(count), 1, 0)
-    source = GeneratedRollouts(order, EchoEngine(), OneTurn(reward), workers or NoModels(), config)
+    state = StreamState(drawn=place)
+    source = GeneratedRollouts(order, EchoEngine(), OneTurn(reward), workers or NoModels(), config, state)
     return order, asyncio.run(source.take(4, place))
 
 

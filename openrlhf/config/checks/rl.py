@@ -3,7 +3,14 @@
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.in_memory import is_in_memory
-from openrlhf.config.runtime import is_asynchronous, policy_ranks, uses_correction
+from openrlhf.config.runtime import (
+    generates_in_lockstep,
+    is_asynchronous,
+    policy_ranks,
+    staleness_limit,
+    surplus_groups,
+    uses_correction,
+)
 from openrlhf.config.sections.algorithm import GROUP_ESTIMATORS
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN
 from openrlhf.config.urls import mask_urls
@@ -114,20 +121,33 @@ def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
 
 
 def oversampling_needs_async(config: RLConfig) -> str | None:
-    """Reject oversampling in synchronous runs, which train on all generated samples and cannot use a surplus."""
+    """Reject oversampling in synchronous runs unless the surplus is aborted: they train only on current samples."""
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
     if asked is None or asked <= size:
         return None
-    if not config.asynchrony.async_train:
+    if not config.asynchrony.async_train and not config.rollout.abort_stragglers:
         raise ConfigError(
             f"--vllm_generate_batch_size {asked} exceeds --rollout_batch_size {size}, but a synchronous run"
             " cannot use the surplus",
-            try_this=f"--async_train, or --vllm_generate_batch_size {size}",
+            try_this=f"--async_train, --abort_stragglers, or --vllm_generate_batch_size {size}",
         )
-    return (
-        f"--vllm_generate_batch_size {asked} is limited to the {size} prompts of a rollout, because additional samples "
-        "would be older than --async_queue_size allows when they are trained"
-    )
+    if generates_in_lockstep(config):
+        return (
+            f"--vllm_generate_batch_size {asked} is limited to the {size} prompts of a rollout: without vLLM, prompts "
+            "that finish early do not make a rollout in one process faster"
+        )
+    return None
+
+
+def samples_may_wait_for_the_queue(config: RLConfig) -> None:
+    """Reject a staleness limit below the queue's: samples would be dropped although the queue is as long as asked."""
+    limit, size = config.asynchrony.max_staleness, config.asynchrony.async_queue_size
+    if config.asynchrony.async_train and limit is not None and limit < size:
+        raise ConfigError(
+            f"--max_staleness {limit} is below --async_queue_size {size}, so samples would be dropped while they wait "
+            "in the queue",
+            try_this=f"--async_queue_size {limit}",
+        )
 
 
 def ranges_are_intervals(config: RLConfig) -> None:
@@ -254,7 +274,12 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
     if not is_asynchronous(config):
         return None
     versions, given = config.asynchrony.async_queue_size, config.policy.enable_vllm_is_correction
-    age = f"--async_train trains on samples up to {versions} update{'s' if versions > 1 else ''} old"
+    oldest = staleness_limit(config) if surplus_groups(config) else versions
+    age = f"--async_train trains on samples up to {counted(versions, 'update')} old"
+    if oldest is None:
+        age += ", and more in the surplus of --vllm_generate_batch_size"
+    elif oldest > versions:
+        age = f"--async_train trains on samples up to {counted(oldest, 'update')} old"
     if given is None:
         return f"{age}: importance correction is on (--enable_vllm_is_correction false switches it off)"
     if given:

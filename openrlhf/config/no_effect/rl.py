@@ -3,7 +3,7 @@
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.no_effect.lines import rows
-from openrlhf.config.runtime import loads_reference, uses_correction, uses_critic, uses_reference
+from openrlhf.config.runtime import loads_reference, surplus_groups, uses_correction, uses_critic, uses_reference
 
 
 def replays(config: RLConfig) -> bool:
@@ -36,10 +36,15 @@ RL = rows(
         lambda c: c.rollout.use_dynamic_batch,
     ),
     (
-        "top_p top_k min_p stop min_new_tokens vllm_generate_batch_size dynamic_filtering "
-        "dynamic_filtering_reward_range max_concurrent_episodes",
+        "top_p top_k min_p stop min_new_tokens vllm_generate_batch_size abort_stragglers max_staleness "
+        "dynamic_filtering dynamic_filtering_reward_range max_concurrent_episodes",
         "with --replay, which generates nothing",
         replays,
+    ),
+    (
+        "abort_stragglers max_staleness",
+        "without oversampling (--vllm_generate_batch_size above --rollout_batch_size, with vLLM or on Ray)",
+        lambda c: not surplus_groups(c),
     ),
     ("vllm_num_engines", "with --replay", lambda c: c.rollout.replay is not None),
     (

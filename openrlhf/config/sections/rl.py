@@ -89,7 +89,16 @@ class RolloutFlags:
     )
     rollout_record_share: float = flag(1.0, "Share of the groups to record in RUN_DIR/rollouts; 0 records none.", SHARE)
     vllm_generate_batch_size: int | None = flag(
-        None, "Prompts per generation call (default: --rollout_batch_size).", POSITIVE
+        None,
+        "Prompts in progress at a time (default: --rollout_batch_size). A larger number oversamples: a rollout is "
+        "complete when --rollout_batch_size prompts are accepted, and the others are left to the next rollout.",
+        POSITIVE,
+    )
+    abort_stragglers: bool = flag(
+        False,
+        "With oversampling, cancel the prompts that still run when their rollout is complete. They are generated again "
+        "in the next rollout, so none is lost, but their tokens are (default: they continue).",
+        needs="vllm_generate_batch_size",
     )
     dynamic_filtering: bool = flag(
         False, "Replace groups whose mean score is outside --dynamic_filtering_reward_range (DAPO)."
@@ -169,6 +178,14 @@ class AsyncTrainingFlags:
     async_queue_size: int = flag(
         1,
         "Maximum weight updates between generating a sample and training on it; 0 means synchronous training.",
+        NOT_NEGATIVE,
+        needs="async_train",
+    )
+    max_staleness: int | None = flag(
+        None,
+        "With oversampling, drop prompts with samples that would be trained more than this many weight updates after "
+        "they were generated, and generate them again (default: no limit). Without oversampling, no sample is older "
+        "than --async_queue_size.",
         NOT_NEGATIVE,
         needs="async_train",
     )
