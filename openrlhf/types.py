@@ -286,6 +286,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prefix: int = 0  # requests with the same id share a prompt; route them to the same prefix cache
+    episode: int | None = None  # requests with the same id continue each other, likewise
 
 
 FinishReason = Literal["stop", "length"]

@@ -73,6 +73,12 @@ def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> 
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def caches_prefixes(config: RLConfig) -> bool:
+    """Return True if vLLM reuses the KV cache of common prefixes; by default, for agents, whose turns share them."""
+    given = config.engines.enable_prefix_caching
+    return config.rewards.agent_func_path is not None if given is None else given
+
+
 def generates_in_lockstep(config: RLConfig) -> bool:
     """Return True if the engine waits until all running episodes have a request, which makes runs reproducible."""
     return resolve_runtime(config) == "local" and not config.engines.vllm_num_engines

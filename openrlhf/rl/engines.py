@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import caches_prefixes
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm, load_tokenizer
 from openrlhf.rollout.engine import LoadingEngine
@@ -25,7 +26,7 @@ def engine_spec(config: RLConfig) -> EngineSpec:
     """Describe the engines of a reinforcement learning run."""
     return EngineSpec(
         model=config.model,
-        engines=config.engines,
+        engines=replace(config.engines, enable_prefix_caching=caches_prefixes(config)),
         context_length=config.rollout.context_length,
         seed=config.batches.seed,
         seeded_requests=config.batches.full_determinism,

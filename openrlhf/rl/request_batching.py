@@ -114,7 +114,7 @@ class EpisodeSession:
     async def generate(self, request: Request) -> Completion:
         """Return the completion of a request; cancelling the call cancels the request, except in lockstep."""
         assert self.open, "an episode requested tokens after it had ended"
-        request = replace(request, prefix=self.prefix)
+        request = replace(request, prefix=self.prefix, episode=self.episode)
         if not self.scheduler.lockstep:
             (completion,) = await self.scheduler.engine.generate([request])
             return completion

@@ -10,27 +10,21 @@ new engines have received weights from `group_sync.GroupSync`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Protocol, TypeVar
 
 from openrlhf.errors import RESUME, DeathError, EngineError, OpenRLHFError, RolloutError, counted
 from openrlhf.event_loop import mark_retrieved
 from openrlhf.monitor import say
+from openrlhf.rollout.engine_requests import Answer, EngineRequests, Guard
 from openrlhf.rollout.engine_worker import EngineProcess, EngineWorker
 from openrlhf.types import Completion, Request
 
-Answer = TypeVar("Answer")
 LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
 SHORT_CALL = 600.0  # seconds; deadline of calls without generation, long because a busy engine may answer late
-SLACK = 32  # requests by which an engine that has the prompt in its cache may exceed the least busy engine
-
-
-class Guard(Protocol):
-    """Function that awaits an answer, but raises as soon as something that the run depends on fails."""
-
-    async def __call__(self, awaited: Awaitable[Answer]) -> Answer: ...
+# Requests by which an engine that has a prompt, or the turns of an episode so far, in its cache may exceed the least
+# busy engine. A prompt is computed quickly; all turns of an episode may be many times as long.
+PROMPT_SLACK, EPISODE_SLACK = 8, 32
 
 
 async def unguarded(awaited: Awaitable[Answer]) -> Answer:
@@ -47,6 +41,7 @@ class EngineReplica:
     running: int = 0  # unfinished requests
     restarts: int = 0
     ready: bool = True  # False while it is being replaced
+    requests: EngineRequests | None = None  # of `process`
 
 
 @dataclass
@@ -58,44 +53,54 @@ class EngineGroup:
     max_restarts: int  # per engine
     guard: Guard = unguarded
     version: int = 0
-    by_prefix: dict[int, EngineReplica] = field(default_factory=dict)  # cached prefixes; cleared at each sync
+    by_prefix: dict[int, EngineReplica] = field(default_factory=dict)  # cached prompts; cleared at each sync
+    by_episode: dict[int, EngineReplica] = field(default_factory=dict)  # cached episodes; cleared at each sync
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while engines are replaced or get weights
     send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to a new engine
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all completions; unfinished requests of a failed engine are generated again."""
-        batches = list(batch_by_prefix(requests))
-        calls = (self._generate([requests[place] for place in places]) for places in batches)
-        answers = await self.guard(asyncio.gather(*calls))
-        found: dict[int, Completion] = {}
-        for places, answer in zip(batches, answers, strict=True):
-            found |= zip(places, answer, strict=True)
-        return [found[place] for place in range(len(requests))]
+        return list(await asyncio.gather(*map(self._generate, requests)))
 
-    async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate requests of one prefix on one engine, and retry them until an engine succeeds."""
+    async def _generate(self, request: Request) -> Completion:
+        """Generate on one engine, and again on others until one succeeds."""
         if not self.engines:
             raise EngineError("a replayed run has no engine to generate with", try_this="a run without --replay")
         while True:
-            engine = self.choose(requests[0].prefix)
+            engine = self.choose(request)
             process = engine.process
-            engine.running += len(requests)
+            if engine.requests is None or engine.requests.process is not process:
+                engine.requests = EngineRequests(process, self.guard)
+            engine.running += 1
             try:
-                return await process.call(EngineWorker.generate, list(requests))
+                return await engine.requests.generate(request)
             except LOST as failure:
                 # The replacement completes even if the request that noticed the failure is cancelled.
                 replacing = self.guard(self._replace_after(failure, engine, process))
                 await asyncio.shield(mark_retrieved(asyncio.ensure_future(replacing)))
             finally:
-                engine.running -= len(requests)
+                engine.running -= 1
 
-    def choose(self, prefix: int) -> EngineReplica:
-        """Return the engine for requests with this prefix id, and remember it."""
+    def choose(self, request: Request) -> EngineReplica:
+        """Return the engine for a request, and remember it."""
         idlest = min(self.engines, key=lambda engine: (not engine.ready, engine.running))
-        cached = self.by_prefix.get(prefix, idlest)
-        chosen = cached if cached.ready and cached.running <= idlest.running + SLACK else idlest
-        self.by_prefix[prefix] = chosen
+        chosen, episode = idlest, request.episode
+        cached = [(self.by_prefix.get(request.prefix), PROMPT_SLACK)]
+        if episode is not None:
+            cached.insert(0, (self.by_episode.get(episode), EPISODE_SLACK))
+        for engine, slack in cached:
+            if engine is not None and engine.ready and engine.running <= idlest.running + slack:
+                chosen = engine
+                break
+        self.by_prefix[request.prefix] = chosen
+        if episode is not None:
+            self.by_episode[episode] = chosen
         return chosen
+
+    def forget_caches(self) -> None:
+        """Choose engines without regard to earlier requests, whose keys and values belong to older weights."""
+        self.by_prefix.clear()
+        self.by_episode.clear()
 
     async def _replace_after(self, failure: OpenRLHFError, engine: EngineReplica, failed: EngineProcess) -> None:
         """Replace a failed engine unless another request has; requests that lost it wait for the new one's weights."""
@@ -146,14 +151,3 @@ class EngineGroup:
     ) -> None:
         """Make a call, such as one that pauses an engine, to all engines at the same time, and wait for them."""
         await asyncio.gather(*(work(engine.process.within(seconds)) for engine in self.engines))
-
-
-def batch_by_prefix(requests: Sequence[Request]) -> Iterator[list[int]]:
-    """Yield the indices of requests that share a prefix, at most SLACK at a time.
-
-    Each batch goes to one engine, so more than SLACK samples of a prompt may be spread over several engines.
-    """
-    order = sorted(range(len(requests)), key=lambda place: requests[place].prefix)
-    for _, group in groupby(order, key=lambda place: requests[place].prefix):
-        places = list(group)
-        yield from (places[first : first + SLACK] for first in range(0, len(places), SLACK))

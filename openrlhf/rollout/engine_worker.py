@@ -13,8 +13,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from openrlhf.errors import OpenRLHFError
 
 if TYPE_CHECKING:  # an engine process answers before it has imported torch
     from openrlhf.rollout.engine import Checksums, LoadingEngine, Part, Weights
@@ -30,6 +33,12 @@ class EngineWorker:
     engine: LoadingEngine
     has_weights: asyncio.Event
 
+    def __init__(self) -> None:
+        self.tasks: dict[int, asyncio.Task[list[Completion]]] = {}  # submitted requests by their number
+        self.finished: dict[int, Completion | OpenRLHFError] = {}  # not collected yet
+        self.failure: BaseException | None = None  # unexpected error of a request
+        self.may_collect = asyncio.Event()
+
     async def start(self, build: Callable[[], LoadingEngine], awaits_weights: bool) -> None:
         """Build the engine, which loads its model."""
         self.has_weights = asyncio.Event()
@@ -43,6 +52,42 @@ class EngineWorker:
         """Generate once the engine has the policy's weights."""
         await self.has_weights.wait()
         return await self.engine.generate(requests)
+
+    async def submit(self, requests: Mapping[int, Request]) -> None:
+        """Begin to generate; `collect` returns the completions under the numbers of their requests."""
+        for number, request in requests.items():
+            task = asyncio.create_task(self.generate([request]))
+            self.tasks[number] = task
+            task.add_done_callback(partial(self._finish, number))
+
+    def _finish(self, number: int, task: asyncio.Task[list[Completion]]) -> None:
+        del self.tasks[number]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            (self.finished[number],) = task.result()
+        elif isinstance(error, OpenRLHFError):
+            self.finished[number] = error
+        else:
+            self.failure = error
+        self.may_collect.set()
+
+    async def collect(self) -> dict[int, Completion | OpenRLHFError]:
+        """Wait until a submitted request has finished; return all that have, completions or their errors."""
+        await self.may_collect.wait()
+        self.may_collect.clear()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        finished, self.finished = self.finished, {}
+        return finished
+
+    async def withdraw(self, numbers: Sequence[int]) -> None:
+        """Cancel submitted requests; unknown numbers have finished."""
+        for number in numbers:
+            if number in self.tasks:
+                self.tasks[number].cancel()
 
     async def load(self, weights: Weights, version: int, verify: bool) -> Checksums:
         """Load the policy's weights and let waiting requests start."""

@@ -111,7 +111,7 @@ class GroupSync:
             await self.policy.rest()
             await self.engines.apply(lambda process: process.call(EngineWorker.wake, "cache"))
         await self.engines.apply(lambda process: process.call(EngineWorker.resume))
-        self.engines.by_prefix.clear()
+        self.engines.forget_caches()
         self.engines.version = version
 
     async def _send(self, version: int, *, drain: bool, verify: bool) -> None:

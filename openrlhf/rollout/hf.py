@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.errors import EngineError, RolloutError, counted
+from openrlhf.event_loop import mark_retrieved
 from openrlhf.models.forward import Network
 from openrlhf.models.modes import evaluating
 from openrlhf.models.plain import checkpoint_places, load_weights
@@ -81,6 +82,8 @@ class HFEngine:
         self.watch = None if timeout is None else ProgressWatch(timeout, end_hanging_program)
         self.may_generate = asyncio.Event()
         self.may_generate.set()
+        self.gathered: list[Request] = []  # of calls that wait for the next batch
+        self.next_batch: asyncio.Future[list[Completion]] | None = None
         generation = network.decoder.generation_config
         self.ends = end_tokens(generation.eos_token_id if generation else None, tokenizer)
 
@@ -100,7 +103,18 @@ class HFEngine:
         return self
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return all completions; calls of the same iteration of the event loop run as one batch."""
+        first = len(self.gathered)
+        self.gathered += requests
+        if self.next_batch is None or self.next_batch.done():
+            self.next_batch = mark_retrieved(asyncio.ensure_future(self._complete_gathered()))
+        completions = await asyncio.shield(self.next_batch)
+        return completions[first : first + len(requests)]
+
+    async def _complete_gathered(self) -> list[Completion]:
+        await asyncio.sleep(0)
         await self.may_generate.wait()
+        requests, self.gathered, self.next_batch = self.gathered, [], None
         return self.complete(requests)
 
     @torch.no_grad()

@@ -194,7 +194,7 @@ def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLM
         tensor_parallel_size=flags.vllm_tensor_parallel_size,
         gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
         enforce_eager=flags.enforce_eager or not compiles,
-        enable_prefix_caching=flags.enable_prefix_caching,
+        enable_prefix_caching=bool(flags.enable_prefix_caching),
         enable_sleep_mode=flags.vllm_enable_sleep and not current_platform.is_cpu(),  # vLLM on CPU can sleep without it
         seed=spec.seed,
         trust_remote_code=spec.model.trust_remote_code,

@@ -211,7 +211,7 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
     One engine is killed while both generate, the other during a sync: each is replaced, and nothing else restarts.
     """
     loaded = record_pids(monkeypatch, EngineWorker.load)
-    KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=2)
+    KillOnCall(monkeypatch, "engine 0", EngineWorker.submit, at=1)
     # The first two calls load the initial weights, and those that the new engine 0 makes all engines load again.
     KillOnCall(monkeypatch, "engine 1", EngineWorker.load, at=3)
     chats = [{"context_messages": [{"role": "user", "content": row["input"]}]} for row in make_prompts(24)]
@@ -242,7 +242,7 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
 
 def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):
     (tmp_path / "agent.py").write_text(AGENT)
-    killed = KillOnCall(monkeypatch, "engine 1", EngineWorker.generate, at=10)
+    killed = KillOnCall(monkeypatch, "engine 1", EngineWorker.submit, at=10)
     _, printed, _ = PRINTED["001 and 004 agent"]
     ran = run_on_ray(
         "out",
@@ -306,7 +306,7 @@ def test_a_rank_that_misses_its_deadline_ends_the_run(run_on_ray):
 
 
 def test_an_engine_death_with_max_restarts_0_ends_the_run(run_on_ray, monkeypatch):
-    KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=10)
+    KillOnCall(monkeypatch, "engine 0", EngineWorker.submit, at=2)
     with pytest.raises(RolloutError, match=r"engine 0 on \S+ died: .*, after 0 restarts \(--max_restarts\)"):
         run_on_ray("out", 2, max_restarts=0)
 

@@ -105,7 +105,7 @@ RL = {
     "vllm_tensor_parallel_size": 1,
     "vllm_sync_backend": "nccl",
     "vllm_sync_with_ray": False,
-    "enable_prefix_caching": False,
+    "enable_prefix_caching": None,  # ours: on with an agent
     "enforce_eager": False,
     "vllm_enable_sleep": False,
     "vllm_gpu_memory_utilization": 0.95,

@@ -13,13 +13,16 @@ from openrlhf.algo.shaping import SHAPING
 from openrlhf.config.commands import COMMANDS, RLConfig
 from openrlhf.config.flags import flags_of, replace_flags, without_none
 from openrlhf.config.runtime import (
+    caches_prefixes,
     evaluation_config,
     is_asynchronous,
     num_rollouts,
     policy_loss_flags,
     queue_size,
     scores_policy,
+    staleness_limit,
     steps_per_rollout,
+    surplus_groups,
 )
 from openrlhf.config.sections.training import OptimizerFlags
 
@@ -119,3 +122,26 @@ ONE_STEP = {"rollout_batch_size": 8, "train_batch_size": 8}
 )
 def test_the_policy_scores_its_samples_only_if_something_needs_it(flags, scores):
     assert scores_policy(rl(**flags)) is scores
+
+
+def test_only_engines_without_lockstep_oversample():
+    asked = {"rollout_batch_size": 8, "vllm_generate_batch_size": 10, "async_train": True}
+    assert surplus_groups(rl(**asked, runtime="local")) == 0
+    assert surplus_groups(rl(**asked, runtime="ray")) == 2
+    assert surplus_groups(rl(**asked, vllm_num_engines=1)) == 2
+    assert surplus_groups(rl(rollout_batch_size=8, vllm_generate_batch_size=4, vllm_num_engines=1)) == 0
+
+
+def test_samples_of_the_surplus_are_limited_by_max_staleness():
+    asked = {"rollout_batch_size": 8, "vllm_generate_batch_size": 10, "vllm_num_engines": 1}
+    assert staleness_limit(rl(**asked, async_train=True)) is None
+    assert staleness_limit(rl(**asked, async_train=True, max_staleness=3)) == 3
+    assert staleness_limit(rl(**asked)) == 0  # synchronous
+    assert staleness_limit(rl(async_train=True, max_staleness=3)) is None  # guaranteed by the queue
+
+
+def test_prefixes_are_cached_by_default_for_agents():
+    assert not caches_prefixes(rl())
+    assert caches_prefixes(rl(enable_prefix_caching=True))
+    assert caches_prefixes(rl(agent_func_path="agent.py"))
+    assert not caches_prefixes(rl(agent_func_path="agent.py", enable_prefix_caching=False))

@@ -25,12 +25,12 @@ def settings_restored():
 
 
 def kill_during_generation(monkeypatch, name, at):
-    """Kill the engine of this name while it works on its `at`-th call of `generate`."""
+    """Kill the engine of this name while it works on its `at`-th call of `submit`."""
     honest = LocalProcess.call
     seen = []
 
     async def call(process, method, *arguments, **named):
-        if method is not EngineWorker.generate or process.child.name != name:
+        if method is not EngineWorker.submit or process.child.name != name:
             return await honest(process, method, *arguments, **named)
         seen.append(process)
         answer = asyncio.ensure_future(honest(process, method, *arguments, **named))
@@ -50,7 +50,7 @@ def test_two_engines_sample_what_one_does_even_if_one_is_killed(tmp_path, models
     run_command("train_ppo", flags | {"save_path": "./one"})
     for name, value in warm_children().items():
         monkeypatch.setenv(name, value)
-    calls = kill_during_generation(monkeypatch, "engine 1", at=6)  # in step 2: each engine gets 4 of 8 groups
+    calls = kill_during_generation(monkeypatch, "engine 1", at=2)  # in step 2
     run_command("train_ppo", flags | {"save_path": "./two", "vllm_engines_per_gpu": 2})
     assert len({process.child for process in calls}) == 2
     stderr = capfd.readouterr().err

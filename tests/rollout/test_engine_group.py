@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from openrlhf.errors import DeathError, EngineError, RolloutError
-from openrlhf.rollout.engine_group import SLACK, EngineGroup, EngineReplica
+from openrlhf.rollout.engine_group import EPISODE_SLACK, PROMPT_SLACK, EngineGroup, EngineReplica
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.types import Request, SamplingParams
 
@@ -19,15 +19,22 @@ class AnsweringProcess:
     def __init__(self, name):
         self.name = name
         self.killed = False
+        self.submitted = {}
+        self.may_answer = asyncio.Event()
 
     def within(self, _):
         return self
 
     async def call(self, method, *arguments):
-        if method is EngineWorker.health:
-            return None
-        assert method is EngineWorker.generate
-        return [self.name] * len(arguments[0])
+        if method is EngineWorker.submit:
+            self.submitted |= arguments[0]
+            self.may_answer.set()
+        elif method is EngineWorker.collect:
+            await self.may_answer.wait()
+            self.may_answer.clear()
+            finished, self.submitted = self.submitted, {}
+            return dict.fromkeys(finished, self.name)
+        return None
 
     def kill(self):
         self.killed = True
@@ -139,39 +146,59 @@ def test_new_requests_do_not_wait_for_an_engine_that_is_being_replaced():
         assert await pool.engines.generate(REQUESTS[:2]) == ["second"] * 2
         pool.may_start.set()
         assert await first_request == ["second"]
-        assert pool.engines.choose(9).number == 0  # it is back
+        assert pool.engines.choose(asks(9)).number == 0  # it is back
 
     asyncio.run(scenario())
 
 
-def test_requests_follow_their_prefix_until_that_engine_is_much_busier():
+def asks(prefix, episode=None):
+    return Request((1,), SamplingParams(max_tokens=1), prefix, episode)
+
+
+def test_requests_follow_their_prefix_until_that_engine_is_busier():
     async def scenario():
         engines = EngineSet(AnsweringProcess("first"), AnsweringProcess("second")).engines
         first, second = engines.engines
-        assert engines.choose(7) is first
-        first.running = SLACK
-        assert engines.choose(7) is first
-        assert engines.choose(8) is second
-        first.running = SLACK + 1
-        assert engines.choose(7) is second
+        assert engines.choose(asks(7)) is first
+        first.running = PROMPT_SLACK
+        assert engines.choose(asks(7)) is first
+        assert engines.choose(asks(8)) is second
+        first.running = PROMPT_SLACK + 1
+        assert engines.choose(asks(7)) is second
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_stays_with_its_engine_longer_than_its_prompt():
+    async def scenario():
+        engines = EngineSet(AnsweringProcess("first"), AnsweringProcess("second")).engines
+        first, second = engines.engines
+        assert engines.choose(asks(7, episode=1)) is first
+        first.running = EPISODE_SLACK
+        assert engines.choose(asks(7, episode=2)) is second
+        assert engines.choose(asks(7, episode=1)) is first
+        engines.forget_caches()
+        assert engines.choose(asks(7, episode=1)) is second
 
     asyncio.run(scenario())
 
 
 class HoldingProcess(AnsweringProcess):
-    """An engine that answers when `may_answer` is set."""
+    """An engine that answers when `may_continue` is set."""
 
     def __init__(self, name):
         super().__init__(name)
-        self.may_answer = asyncio.Event()
+        self.may_continue = asyncio.Event()
 
-    async def call(self, method, requests):
-        await self.may_answer.wait()
-        return await super().call(method, requests)
+    async def call(self, method, *arguments):
+        if method is EngineWorker.collect:
+            await self.may_continue.wait()
+        return await super().call(method, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "samples", "engines", "most"), [(64, 8, 2, 256), (64, 8, 3, 176), (5, 8, 2, 24), (1, 512, 2, 288)]
+    ("prompts", "samples", "engines", "most"),
+    [(64, 8, 2, 256), (64, 8, 3, 176), (5, 8, 2, 24), (1, 512, 2, 264), (4, 32, 8, 24)],
 )
 def test_groups_are_spread_evenly(prompts, samples, engines, most):
     async def scenario():
@@ -183,9 +210,9 @@ def test_groups_are_spread_evenly(prompts, samples, engines, most):
             await asyncio.sleep(0)
         assert max(engine.running for engine in pool.engines) <= most
         for process in processes:
-            process.may_answer.set()
+            process.may_continue.set()
         answers = await asyncio.gather(*tasks)
-        if samples <= SLACK:  # the samples of a prompt share a cache
+        if samples <= PROMPT_SLACK:  # the samples of a prompt share a cache
             assert all(len(set(answer)) == 1 for answer in answers)
         assert [engine.running for engine in pool.engines] == [0] * engines
 

@@ -12,7 +12,7 @@ import pytest
 
 from openrlhf.errors import BackendError, DeathError, EngineError, RolloutError
 from openrlhf.rollout import engine_process
-from openrlhf.rollout.engine_process import open_engine_processes
+from openrlhf.rollout.engine_process import LocalProcess, open_engine_processes
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.types import Request, SamplingParams
 from tests.commands import command_environ
@@ -116,6 +116,50 @@ def test_a_dead_engine_is_restarted_and_its_requests_are_generated_again(capfd):
 
     with_engines(scenario, count=2, max_restarts=1, in_turn=True)
     assert "died: killed by SIGKILL; restarting the engine" in capfd.readouterr().err
+
+
+def test_a_death_costs_only_the_unfinished_requests_of_its_engine():
+    """Answers arrive one by one, so those that an engine has given before its death are not generated again."""
+
+    async def scenario(group):
+        process = group.engines[0].process
+        slow = [asyncio.create_task(group.generate([request(WAITS, prefix=number)])) for number in (0, 1)]
+        while [engine.running for engine in group.engines] != [1, 1]:
+            await asyncio.sleep(0)
+        group.by_prefix |= {2: group.engines[0], 3: group.engines[1]}
+        quick = await asyncio.gather(*(group.generate([request(ECHO, prefix=number)]) for number in (2, 3)))
+        assert [completions[0].text for completions in quick] == [
+            "0",
+            "1",
+        ]  # although each engine still works on another
+        os.kill(process.child.process.pid, signal.SIGKILL)
+        while group.engines[0].process is process:
+            await asyncio.sleep(0)
+        await group.engines[1].process.call(EngineWorker.ping)
+        await group.engines[1].process.call(EngineWorker.health)  # it has not cancelled its request
+        assert not any(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    with_engines(scenario, count=2, max_restarts=1)
+
+
+def test_requests_of_an_iteration_are_sent_in_one_call(monkeypatch):
+    calls = []
+    honest = LocalProcess.call
+
+    async def call(process, method, *arguments, **named):
+        calls.append(method)
+        return await honest(process, method, *arguments, **named)
+
+    async def scenario(group):
+        monkeypatch.setattr(LocalProcess, "call", call)
+        await asyncio.gather(*(group.generate([request(ECHO, number, prefix=number)]) for number in range(64)))
+        assert calls.count(EngineWorker.submit) == 1
+        assert calls.count(EngineWorker.collect) < 32
+
+    with_engines(scenario)
 
 
 def test_a_stopped_process_counts_as_dead(monkeypatch):

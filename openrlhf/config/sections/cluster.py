@@ -94,7 +94,11 @@ class EngineFlags:
         "nccl", "Backend that sends weights to engines on other devices; gloo uses host memory and TCP."
     )
     vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights are never sent through Ray.")
-    enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes; it is reset at each weight sync.")
+    enable_prefix_caching: bool | None = flag(
+        None,
+        "Reuse the KV cache of common prefixes; it is reset at each weight sync (default: on with --agent_func_path, "
+        "whose turns share a prefix).",
+    )
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
     max_restarts: int = flag(1, "How many times a dead engine is restarted before the run stops.", NOT_NEGATIVE)
     engine_timeout: float = flag(
