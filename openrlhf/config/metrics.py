@@ -222,6 +222,49 @@ POLICY = (
     ),
 )
 
+ROLLOUT_TIMES = (
+    train(
+        "timing/engines_busy",
+        RL,
+        "Share of the time of generation in which an engine has work, averaged over engines.",
+        "Near 1. Lower: few long responses keep a rollout open, or agents and rewards are slow.",
+    ),
+    train("timing/sample_p50", RL, "Median seconds of a sample, with the turns of its environment.", "Steady."),
+    train("timing/sample_p95", RL, "Seconds within which 95% of the samples end.", "A few times the median at most."),
+    train(
+        "timing/sample_max",
+        RL,
+        "Seconds of the slowest sample; a synchronous rollout takes at least as long.",
+        "Close to timing/sample_p95; far above it, oversample (--vllm_generate_batch_size).",
+    ),
+    train(
+        "timing/reward_mean",
+        RL,
+        "Mean seconds of a call for rewards: of a function or server for the samples of a prompt, or of reward models "
+        "that filter. Agents give rewards within their samples.",
+        "Far below timing/sample_p50.",
+    ),
+    train("timing/reward_max", RL, "Seconds of the slowest of these calls.", "Below timing/sample_p50."),
+    train(
+        "timing/trainer_wait",
+        RL,
+        "Seconds for which the trainer waited for the rollout.",
+        "About timing/generation in synchronous runs; near 0 in asynchronous ones, unless generation is slower.",
+    ),
+    train(
+        "timing/queue_wait",
+        RL,
+        "Seconds for which the complete rollout waited for the trainer.",
+        "Near 0 in synchronous runs; if high, generation is faster than training and could use fewer devices.",
+    ),
+    train(
+        "staleness_mean",
+        RL,
+        "Weight versions between the policy that sampled and the one that trains, mean over the samples.",
+        "At most staleness.",
+    ),
+)
+
 CRITIC = (
     train("critic_loss", RL, "Half the squared error of the values.", "Falls, then follows the rewards."),
     train("values", RL, "Mean value of the tokens.", "Approaches the mean reward."),
@@ -280,6 +323,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards of rollouts": REWARDS,
     "Lengths of rollouts": LENGTHS,
     "Policy": POLICY,
+    "Pace of rollouts": ROLLOUT_TIMES,
     "Critic": CRITIC,
     "Time": TIMES,
     "Evaluation": EVALUATION,

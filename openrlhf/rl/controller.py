@@ -58,7 +58,7 @@ from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runtime, uses_vllm
+from openrlhf.config.runtime import evaluation_config, generates_in_lockstep, queue_size, resolve_runtime, uses_vllm
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
@@ -66,6 +66,7 @@ from openrlhf.rl.group_stream import StreamState
 from openrlhf.rl.health import RLHealth, StepNumbers
 from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
+from openrlhf.rl.rollout_times import describe
 from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import WeightSync, Workers
@@ -128,7 +129,7 @@ class Controller:
         self.lockstep = resolve_runtime(self.config) == "local"
         self.changed = asyncio.Condition()
         self.gap = watch_gap(self.config, self.workers, self.scoring, self.monitor, self.encode)
-        self.generation_seconds: dict[int, float] = {}  # keyed by rollout number
+        self.completed_at: dict[int, float] = {}  # when rollouts were put into the queue, by their number
         self.health = RLHealth(self.config)
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
@@ -170,7 +171,8 @@ class Controller:
                 self._open_rollouts()
                 rollout = await self.source.take(state.made, state.place)
                 # A checkpoint may be written at any await: until the rollout is in the queue, there must be none.
-                self.generation_seconds[rollout.number] = time.perf_counter() - began
+                self.completed_at[rollout.number] = time.perf_counter()
+                rollout.times["timing/generation"] = self.completed_at[rollout.number] - began
                 state.place = rollout.next_place
                 state.failures += int(rollout.metrics.get(FAILURES, 0.0))
                 if state.failures:
@@ -188,11 +190,16 @@ class Controller:
         state = self.state
         ahead = self.queue_size if self.lockstep else 0  # in lockstep, first wait for all rollouts of these weights
         while True:
+            began = time.perf_counter()
             async with self.changed:
                 await self.changed.wait_for(lambda: self.monitor.stops or self.exhausted or len(state.queue) > ahead)
             if self.monitor.stops or not state.queue:
                 return
             rollout = state.queue.popleft()
+            now = time.perf_counter()
+            rollout.times["timing/trainer_wait"] = now - began
+            if rollout.number in self.completed_at:  # unknown for a rollout from the queue of a checkpoint
+                rollout.times["timing/queue_wait"] = now - self.completed_at.pop(rollout.number)
             values = await self._train(rollout)
             await self._finish_step(rollout, values, after_step)
 
@@ -215,6 +222,8 @@ class Controller:
         self.last = values
         if version % logs.logging_steps == 0:
             self.monitor.log("train", version, values)
+            if not generates_in_lockstep(self.config) and (line := describe(version, values)):
+                self.monitor.tell(line)
         self.monitor.advance({short: values[name] for name, short in PROGRESS_NAMES.items() if name in values})
         if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
@@ -247,13 +256,12 @@ class Controller:
             values["vllm_kl"] = values["engine_kl"]  # the name that dashboards use
         if experience.kl is not None:
             state.kl = state.kl.updated(experience.kl, len(experience.trajectories))
-        values |= experience.metrics | rollout.metrics
+        values |= experience.metrics | rollout.metrics | rollout.times
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
+        values["staleness_mean"] = state.version - float(np.mean([item.version for item in rollout.trajectories]))
         for line in self.health.check(StepNumbers.of(step, values)):
             self.monitor.tell(line)
         values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
-        if rollout.number in self.generation_seconds:  # unknown for a rollout from the queue of a checkpoint
-            values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:

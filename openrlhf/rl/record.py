@@ -184,7 +184,8 @@ def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
 def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
     """Write the rollouts that were generated but not yet trained on, as part of a checkpoint."""
     rollouts = list(queue)
-    about = [{name: value for name, value in vars(rollout).items() if name != "trajectories"} for rollout in rollouts]
+    apart = ("trajectories", "times")
+    about = [{name: value for name, value in vars(rollout).items() if name not in apart} for rollout in rollouts]
     items = [item for rollout in rollouts for item in rollout.trajectories]
     numbers = [place for place, rollout in enumerate(rollouts) for _ in rollout.trajectories]
     write_samples(path, items, {"rollout": numbers}, about)

@@ -18,11 +18,13 @@ continues as soon as it is finished.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
+from openrlhf.rl.rollout_times import RolloutTimes
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Completion, Request
 
@@ -43,6 +45,7 @@ class EpisodeScheduler:
         self.engine = engine
         self.limit = limit
         self.lockstep = lockstep
+        self.times = RolloutTimes(engine)
         self.running = 0  # episodes
         self.numbers = count()  # numbers of the episodes, in the order of their groups
         # Groups that wait to start: their sessions, and the future that returns them.
@@ -71,6 +74,8 @@ class EpisodeScheduler:
             self.queue.popleft()
             if not started.done():  # otherwise it was cancelled
                 self.running += len(sessions)
+                for session in sessions:
+                    session.start()
                 started.set_result(sessions)
 
     def send_if_ready(self) -> None:
@@ -110,11 +115,25 @@ class EpisodeSession:
     episode: int
     prefix: int
     open: bool = True
+    since: float = 0.0  # time of its start and, once closed, of its end
+
+    def start(self) -> None:
+        """Note the start of the episode."""
+        self.since = time.perf_counter()
+        self.scheduler.times.generating.begin()
 
     async def generate(self, request: Request) -> Completion:
         """Return the completion of a request; cancelling the call cancels the request, except in lockstep."""
         assert self.open, "an episode requested tokens after it had ended"
         request = replace(request, prefix=self.prefix, episode=self.episode)
+        times = self.scheduler.times
+        times.requesting.begin()
+        try:
+            return await self._send(request)
+        finally:
+            times.requesting.end()
+
+    async def _send(self, request: Request) -> Completion:
         if not self.scheduler.lockstep:
             (completion,) = await self.scheduler.engine.generate([request])
             return completion
@@ -132,6 +151,10 @@ class EpisodeSession:
         """End the episode; this may start a queued group, or send the batch of the other episodes."""
         if self.open:
             self.open = False
+            now = time.perf_counter()
+            self.scheduler.times.samples.append(now - self.since)
+            self.scheduler.times.generating.end()
+            self.since = now
             self.scheduler.running -= 1
             self.scheduler.start_groups()
             asyncio.get_running_loop().call_soon(self.scheduler.send_if_ready)

@@ -8,6 +8,7 @@ Evaluation uses `run_groups`, which runs a fixed list of prompts.
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,9 @@ class Rollout:
     place: int
     next_place: int
     metrics: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(
+        default_factory=dict
+    )  # metrics that no checkpoint stores: no two runs agree in them
 
 
 class RolloutSource(Protocol):
@@ -109,7 +113,13 @@ class GeneratedRollouts:
         self.lockstep = generates_in_lockstep(config)
         self.scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=self.lockstep)
         flags = config.rollout
-        score = partial(with_model_rewards, workers=workers, each_step=config.rewards.step_rewards)
+
+        async def score(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+            began = time.perf_counter()
+            scored = await with_model_rewards(trajectories, workers, each_step=config.rewards.step_rewards)
+            self.scheduler.times.rewards.append(time.perf_counter() - began)
+            return scored
+
         self.stream = GroupStream(
             order,
             StreamState() if state is None else state,
@@ -132,7 +142,8 @@ class GeneratedRollouts:
         groups, counts = await self.stream.take(number)
         version = min(map(version_of, groups), default=self.engine.version)
         trajectories = [item for group in groups for item in group]
-        return Rollout(number, version, trajectories, place, self.stream.state.done, self._metrics(counts))
+        metrics, times = self._metrics(counts), self.scheduler.times.lap()
+        return Rollout(number, version, trajectories, place, self.stream.state.done, metrics, times)
 
     def _metrics(self, counts: StreamCounts) -> dict[str, float]:
         named = {
@@ -153,12 +164,13 @@ class GeneratedRollouts:
 def stream_limits(config: RLConfig) -> StreamLimits:
     """Return the limits of a run's stream of groups."""
     flags, asked = config.rollout, config.rollout.vllm_generate_batch_size
+    surplus = surplus_groups(config)
     return StreamLimits(
         size=flags.rollout_batch_size,
-        surplus=surplus_groups(config),
+        surplus=surplus,
         most_running=asked if asked is not None and asked < flags.rollout_batch_size else None,
         in_rounds=generates_in_lockstep(config),
-        aborts=flags.abort_stragglers,
+        aborts=surplus > 0 and flags.abort_stragglers,
         max_staleness=staleness_limit(config),
     )
 
@@ -194,7 +206,11 @@ def start_group(
     params = sampling(prompt, config.rollout, config.batches.seed)
 
     async def run() -> GroupResult:
-        return await executor.run_group(prompt, params, await opened)
+        sessions = await opened
+        result = await executor.run_group(prompt, params, sessions)
+        # An executor closes its sessions before it asks for the rewards of a prompt.
+        scheduler.times.rewards.append(time.perf_counter() - max(session.since for session in sessions))
+        return result
 
     def close_sessions(_: object) -> None:
         """Close what the executor did not because the group was cancelled."""

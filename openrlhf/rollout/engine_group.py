@@ -18,6 +18,7 @@ from openrlhf.event_loop import mark_retrieved
 from openrlhf.monitor import say
 from openrlhf.rollout.engine_requests import Answer, EngineRequests, Guard
 from openrlhf.rollout.engine_worker import EngineProcess, EngineWorker
+from openrlhf.rollout.usage import UsageClock
 from openrlhf.types import Completion, Request
 
 LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
@@ -42,6 +43,7 @@ class EngineReplica:
     restarts: int = 0
     ready: bool = True  # False while it is being replaced
     requests: EngineRequests | None = None  # of `process`
+    busy: UsageClock = field(default_factory=UsageClock)  # while it has unfinished requests
 
 
 @dataclass
@@ -62,6 +64,11 @@ class EngineGroup:
         """Generate all completions; unfinished requests of a failed engine are generated again."""
         return list(await asyncio.gather(*map(self._generate, requests)))
 
+    @property
+    def mean_busy_seconds(self) -> float:
+        """Mean seconds in which an engine had unfinished requests."""
+        return sum(engine.busy.seconds for engine in self.engines) / max(1, len(self.engines))
+
     async def _generate(self, request: Request) -> Completion:
         """Generate on one engine, and again on others until one succeeds."""
         if not self.engines:
@@ -72,6 +79,7 @@ class EngineGroup:
             if engine.requests is None or engine.requests.process is not process:
                 engine.requests = EngineRequests(process, self.guard)
             engine.running += 1
+            engine.busy.begin()
             try:
                 return await engine.requests.generate(request)
             except LOST as failure:
@@ -80,6 +88,7 @@ class EngineGroup:
                 await asyncio.shield(mark_retrieved(asyncio.ensure_future(replacing)))
             finally:
                 engine.running -= 1
+                engine.busy.end()
 
     def choose(self, request: Request) -> EngineReplica:
         """Return the engine for a request, and remember it."""
