@@ -31,6 +31,7 @@ def engine_spec(config: RLConfig) -> EngineSpec:
         seed=config.batches.seed,
         seeded_requests=config.batches.full_determinism,
         whole_log_probs=config.rollout.whole_log_probs,
+        keeps_cache=config.asynchrony.partial_rollout_keep_cache,
     )
 
 

@@ -32,7 +32,7 @@ class LoadingEngine(Engine, Protocol):
     """A single engine that can load new weights, directly or through a channel that `weights` reads from."""
 
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """Load weights for all further sampling; the caches of unfinished requests are recomputed.
+        """Load weights for all further sampling; caches of unfinished requests are recomputed, unless they are kept.
 
         Return the checksums of the loaded tensors if `verify`, else an empty mapping.
         """

@@ -22,6 +22,7 @@ class EngineSpec:
     seeded_requests: bool = False  # seed each request: reproducible, but slow in large batches
     max_num_seqs: int | None = None  # maximum concurrent sequences in vLLM (default: vLLM's choice)
     whole_log_probs: bool = False  # return log-probs over the whole vocabulary even if sampling is truncated
+    keeps_cache: bool = False  # at a weight sync, unfinished requests keep the keys and values of the older weights
     awaits_weights: bool = True  # do not generate before the policy's weights have been received
 
     def divided(self, count: int) -> Self:

@@ -80,7 +80,7 @@ class VLLMEngine(StepLoop):
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         self._ends: frozenset[int] = frozenset()
         try:
-            super().__init__(spec.engines.engine_timeout)
+            super().__init__(spec.engines.engine_timeout, keeps_cache=spec.keeps_cache)
         except Exception as error:  # vLLM's errors have no common base class, and every layer below may fail
             raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 

@@ -11,7 +11,7 @@ The thread takes steps only if it is neither paused nor asleep and has a complet
 
     pause(drain=...)  ->  [sleep, wake("weights")]  ->  load(weights, version)  ->  [wake("cache")]  ->  resume
 
-Interrupted requests continue with the new weights; their keys and values are recomputed.
+Interrupted requests continue with the new weights. Their keys and values are recomputed, or kept with `keeps_cache`.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class StepLoop(CommandThread):
 
     _engine: LLMEngine  # set by `_build` of the subclass
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, *, keeps_cache: bool = False) -> None:
         self.version = 0
+        self._keeps_cache = keeps_cache
         self._running: dict[str, RunningRequest] = {}  # by request id
         self._count = 0  # requests so far; numbers their ids
         # By request id: the older versions that sampled tokens of it, each with the number of tokens up to its end.
@@ -166,7 +167,8 @@ class StepLoop(CommandThread):
                 problem = f"vLLM still computes with other values for {counted(len(lost), 'tensor')}: {shown}"
                 raise RolloutError(f"weights arrived, but {problem}")
         self._has_weights = True
-        self._engine.reset_prefix_cache(reset_running_requests=True)  # drop keys and values of the old weights
+        if not self._keeps_cache:
+            self._engine.reset_prefix_cache(reset_running_requests=True)  # drop keys and values of the old weights
         self.version = version
         return received[0].checksums
 
@@ -200,7 +202,10 @@ class StepLoop(CommandThread):
                 for index, request in enumerate(call.requests):
                     name = str(self._count)
                     self._count += 1
-                    inner_id = self._engine.add_request(name, request.prompt, request.params)
+                    prompt = request.prompt
+                    if self._keeps_cache:  # a new request shares a prefix only with others of its version
+                        prompt["cache_salt"] = str(self.version)
+                    inner_id = self._engine.add_request(name, prompt, request.params)
                     self._running[name] = RunningRequest(call, index, inner_id)
         except RolloutError as error:
             self._withdraw(call, error)

@@ -17,7 +17,16 @@ LONG = Request((5, 6, 7), SamplingParams(max_tokens=500, min_tokens=501, seed=1)
 SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
 
 
-def build(folder, tokenizer, *, context_length=LONGEST, seeded_requests=True, engine_timeout=1800.0, **more):
+def build(
+    folder,
+    tokenizer,
+    *,
+    context_length=LONGEST,
+    seeded_requests=True,
+    engine_timeout=1800.0,
+    enable_prefix_caching=None,
+    **more,
+):
     spec = EngineSpec(
         model=ServedModelFlags(pretrain=folder, param_dtype="fp32"),
         engines=EngineFlags(
@@ -26,6 +35,7 @@ def build(folder, tokenizer, *, context_length=LONGEST, seeded_requests=True, en
             vllm_enable_sleep=True,
             vllm_gpu_memory_utilization=0.9,
             engine_timeout=engine_timeout,
+            enable_prefix_caching=enable_prefix_caching,
         ),
         context_length=context_length,
         seeded_requests=seeded_requests,

@@ -36,7 +36,7 @@ CLUSTER = rows(
     RLConfig,
     (
         "vllm_engines_per_gpu vllm_gpu_memory_utilization vllm_enable_sleep enable_prefix_caching enforce_eager "
-        "partial_rollout",
+        "partial_rollout partial_rollout_keep_cache",
         WITHOUT_VLLM,
         lambda c: not uses_vllm(c),
     ),

@@ -190,6 +190,12 @@ class AsyncTrainingFlags:
         needs="async_train",
     )
     partial_rollout: bool = flag(False, "Continue unfinished samples after a weight sync (needs --async_train).")
+    partial_rollout_keep_cache: bool = flag(
+        False,
+        "Continue them with the keys and values of the older weights instead of computing those again; faster with "
+        "long samples, but the engine's log-probs then differ more from the trainer's.",
+        needs="partial_rollout",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
