@@ -95,3 +95,26 @@ def test_changed_weights_that_do_not_take_effect_stop_the_run(train_ppo, monkeyp
     with pytest.raises(SystemExit):
         train_ppo()
     assert "step 2: the log-probs of engine and trainer differ" in capsys.readouterr().err
+
+
+def trained_prompts(ran, steps):
+    return [row["prompt"]["index"] for step in range(1, steps + 1) for row in read_rollouts(ran, step)][::4]
+
+
+@pytest.mark.slow(seconds=12)
+def test_a_resumed_run_with_a_surplus_trains_every_prompt_once(train_ppo):
+    flags = {"async_train": True, "vllm_generate_batch_size": 11, "max_staleness": 2, "save_steps": 1}
+    train_ppo(**flags, max_steps=2)
+    ran = train_ppo(**flags, max_steps=None, load_checkpoint=True)
+    steps = len(ran.train("staleness"))
+    assert sorted(trained_prompts(ran, steps)) == list(range(24))
+    assert [len(read_rollouts(ran, step)) for step in range(1, steps + 1)] == [32, 32, 32]
+    assert max(ran.train("staleness")) <= 2
+
+
+def test_a_synchronous_run_aborts_stragglers_and_trains_only_on_current_samples(train_ppo, capsys):
+    """No sample is older than its step, and the aborted prompts come back."""
+    ran = train_ppo(vllm_generate_batch_size=10, abort_stragglers=True, vllm_enable_sleep=True)
+    assert sorted(trained_prompts(ran, 3)) == list(range(24))
+    assert ran.train("staleness") == [0, 0, 0]
+    assert "openrlhf: step 3: engines " in capsys.readouterr().err
