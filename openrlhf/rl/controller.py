@@ -1,17 +1,17 @@
 """The RL loop, written once: a producer of rollouts and a trainer around a bounded queue.
 
-      prompts, or recorded rollouts
+              prompts
                 |
                 v
-         +------------+  rollout   +-------------+  rollout   +---------------------------------------+
-         |  _produce  |----------->| state.queue |----------->| _consume                              |
-         +------------+    [1]     +-------------+    [2]     |   _train: score, advantages,          |
-                |                                             |           optimizer steps             |
-       requests | [6]                                         |   _finish_step: sync, log, probe,     |
-                v                                             |                 evaluate, after_step  |
-         +------------+                                       +---------------------------------------+
-         |   engine   |<--------- weights, version + 1 [3] -------------------+
-         +------------+
+         +-------------+ accepted  +------------+  rollout   +-------------+  rollout   +----------------------------+
+         | GroupStream |---------->|  _produce  |----------->| state.queue |----------->| _consume                   |
+         +-------------+  groups   +------------+    [1]     +-------------+    [2]     |   _train: score,           |
+            |       ^                    ^                                              |     advantages, steps      |
+   requests |       | completions,       | recorded rollouts                            |   _finish_step: sync, log, |
+        [6] v       | rewards            | (--replay)                                   |     probe, evaluate,       |
+         +-------------+                                                                |     after_step             |
+         |   engine    |<--------- weights, version + 1 [3] ----------------------------+----------------------------+
+         +-------------+
 
 Let k be `runtime.queue_size`. Rollout i may begin once the weights have reached version i - k, so a sample is at most k
 versions old when it is trained; k = 0 is synchronous training. In lockstep (one process) rollout i begins exactly at

@@ -120,6 +120,7 @@ class GroupStream:
         self.unscored: dict[int, Group] = {}  # by position
         self.scoring: asyncio.Future[list[Trajectory]] | None = None
         self.failure: BaseException | None = None
+        self.closed = False
         self.changed = asyncio.Event()
 
     def open_through(self, number: int) -> None:
@@ -138,24 +139,26 @@ class GroupStream:
             if not self._is_full():
                 self._start_groups()
             if self._is_full() or not self.running:  # the latter if the prompts have run out
+                if late := self._stragglers():
+                    self.counts.aborted += len(late)
+                    await self._abort(late)
+                    continue
                 return self._cut(), self._reset_counts()
             self.changed.clear()
             await self.changed.wait()
 
     async def close(self) -> None:
-        """Cancel all groups in progress; their prompts would be drawn again."""
-        running = [group.result for group in self.running.values()]
-        self._abort(list(self.running))
+        """Cancel all groups in progress and start no more; a resumed run would draw their prompts again."""
+        self.closed = True
         if self.scoring is not None:
             self.scoring.cancel()
-            await asyncio.gather(self.scoring, return_exceptions=True)
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._abort(list(self.running))
 
     def _start_groups(self) -> None:
         """Start as many groups as the open rollouts still need and the limits permit."""
         limits, state = self.limits, self.state
         num_open = self.last_open - self.next + 1
-        if num_open < 1 or (limits.in_rounds and self.running):
+        if self.closed or num_open < 1 or (limits.in_rounds and self.running):
             return
         room = num_open * limits.size + limits.surplus - len(self.running) - len(state.accepted)
         if limits.most_running is not None:
@@ -246,29 +249,30 @@ class GroupStream:
         return sorted(map(position_of, accepted))[size - 1] < min(self.running)
 
     def _cut(self) -> list[Group]:
-        """Remove the groups of the next rollout, the oldest first, and abort what still runs for it if so asked."""
+        """Remove the groups of the next rollout from those that wait, the oldest first."""
         waiting = sorted(self.state.accepted, key=position_of)
         if self.limits.surplus:
             waiting.sort(key=version_of)  # stable: in prompt order within a version
         groups, self.state.accepted[:] = waiting[: self.limits.size], waiting[self.limits.size :]
-        if self.limits.aborts:
-            late = [
-                position
-                for position, group in self.running.items()
-                if group.last_open <= self.next and not group.result.done()
-            ]
-            self.counts.aborted += len(late)
-            self._abort(late)
         self.next += 1
         return sorted(groups, key=position_of)
 
-    def _abort(self, positions: Sequence[int]) -> None:
-        """Cancel groups, whose prompts are then drawn again."""
+    def _stragglers(self) -> list[int]:
+        """Return the positions of groups to abort: those that started for the next rollout and still run."""
+        if not self.limits.aborts:
+            return []
+        running = self.running.items()
+        return [place for place, group in running if group.last_open <= self.next and not group.result.done()]
+
+    async def _abort(self, positions: Sequence[int]) -> None:
+        """Cancel groups, whose prompts are then drawn again, and wait until they have ended."""
+        ended = [self.running.pop(position).result for position in positions]
         for position in positions:
-            cancel_all(self.running.pop(position).result)
             self.unscored.pop(position, None)
             self.state.running.remove(position)
             self.state.again.append(position)
+        cancel_all(*ended)
+        await asyncio.gather(*ended, return_exceptions=True)
 
     def _reset_counts(self) -> StreamCounts:
         counts, self.counts = self.counts, StreamCounts()

@@ -40,7 +40,9 @@ class RolloutTimes:
             metrics["timing/sample_max"] = max(self.samples)
         if self.rewards:
             metrics |= {"timing/reward_mean": float(np.mean(self.rewards)), "timing/reward_max": max(self.rewards)}
-        self.samples, self.rewards, self.before = [], [], now
+        self.samples.clear()
+        self.rewards.clear()
+        self.before = now
         return metrics
 
 

@@ -60,8 +60,9 @@ class EngineRequests:
 
     def _send(self) -> None:
         """Send what has gathered in this iteration of the event loop."""
-        requests, self.unsent = self.unsent, {}
-        withdrawn, self.withdrawn = self.withdrawn, []
+        requests, withdrawn = dict(self.unsent), list(self.withdrawn)
+        self.unsent.clear()
+        self.withdrawn.clear()
         if requests:
             self._start(self._submit(requests))
         if withdrawn:

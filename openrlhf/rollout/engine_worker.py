@@ -80,7 +80,8 @@ class EngineWorker:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        finished, self.finished = self.finished, {}
+        finished = dict(self.finished)
+        self.finished.clear()
         return finished
 
     async def withdraw(self, numbers: Sequence[int]) -> None:

@@ -114,7 +114,8 @@ class HFEngine:
     async def _complete_gathered(self) -> list[Completion]:
         await asyncio.sleep(0)
         await self.may_generate.wait()
-        requests, self.gathered, self.next_batch = self.gathered, [], None
+        requests, self.next_batch = list(self.gathered), None
+        self.gathered.clear()
         return self.complete(requests)
 
     @torch.no_grad()

@@ -282,3 +282,22 @@ def test_an_engine_without_new_tokens_ends_the_program(tmp_path):
     assert (
         "(--engine_timeout 1) while generating 1 request. Try: the same command with --load_checkpoint" in done.stderr
     )
+
+
+def test_calls_of_the_same_iteration_run_as_one_batch(network, tokenizer, monkeypatch):
+    engine, asked = HFEngine(network, tokenizer), requests(tokenizer, temperature=0.0)
+    batches = []
+    honest = HFEngine.complete
+
+    def complete(self, given, on_done=None):
+        batches.append(len(given))
+        return honest(self, given, on_done)
+
+    monkeypatch.setattr(HFEngine, "complete", complete)
+
+    async def one_by_one():
+        return await asyncio.gather(*(engine.generate([request]) for request in asked))
+
+    made = asyncio.run(one_by_one())
+    assert batches == [len(asked)]
+    assert said([completion for (completion,) in made]) == said(asyncio.run(engine.generate(asked)))

@@ -125,7 +125,7 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
     if asked is None or asked <= size:
         return None
-    if not config.asynchrony.async_train and not config.rollout.abort_stragglers:
+    if not is_asynchronous(config) and not config.rollout.abort_stragglers:
         raise ConfigError(
             f"--vllm_generate_batch_size {asked} exceeds --rollout_batch_size {size}, but a synchronous run"
             " cannot use the surplus",
