@@ -63,6 +63,8 @@ TRAINING: Rules = (
     paths.outputs_can_be_written,
 )
 SHARDING: Rules = (
+    sharding.local_backend_is_one_process,
+    sharding.fsdp_shards_whole_rows,
     sharding.muon_trains_whole_matrices,
     sharding.overlapping_needs_sharded_gradients,
     sharding.offloading_needs_a_sharded_optimizer,

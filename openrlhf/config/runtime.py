@@ -1,4 +1,4 @@
-"""Values derived from several sections of an RL config: devices, models in use, numbers of steps, loss defaults.
+"""Values derived from several sections of a config: devices, models in use, numbers of steps, loss defaults.
 
 The checks, the table of batch sizes and the run itself all call these functions, so their values agree. Values derived
 from a single section are properties of that section.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from openrlhf.config.commands import DPOConfig, KTOConfig, RLConfig
+from openrlhf.config.commands import DPOConfig, KTOConfig, RLConfig, TrainingConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.config.sections.algorithm import PolicyLossFlags
 from openrlhf.config.sections.cluster import ROLES, Role
@@ -19,6 +19,16 @@ GPUS_PER_NODE_ON_RAY = 8  # default for --*_num_gpus_per_node on Ray
 
 
 # Runtime, devices and engines.
+
+
+def backend_of(config: TrainingConfig, processes: int) -> Literal["local", "deepspeed", "fsdp"]:
+    """Return the library that trains a model in this many processes.
+
+    By default, several processes use DeepSpeed; a single one needs it only to read a universal checkpoint.
+    """
+    if config.sharding.backend != "auto":
+        return config.sharding.backend
+    return "deepspeed" if processes > 1 or config.checkpoints.use_ds_universal_ckpt else "local"
 
 
 def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:

@@ -57,12 +57,14 @@ def relative_error(found: Tensor, own: Tensor, rounding: float | None) -> tuple[
     return error / allowed, f"differs from the model's own results by {error:.2g} ({allowed:.2g} allowed)"
 
 
-def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor]) -> float | None:
+def measure_rounding(
+    decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype
+) -> float | None:
     """Return the mean difference between a half-precision model and the same weights in fp32; None for fp32.
 
-    `own` is the result of the model's own forward, and `compute` computes it again.
+    `own` is the result of the model's own forward, and `compute` computes it again. `dtype` is the precision of both.
     """
-    if decoder.dtype == torch.float32:
+    if dtype == torch.float32:
         return None
     if is_sharded(decoder):
         return SHARDED_ROUNDING
@@ -72,8 +74,8 @@ def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True for a model under ZeRO-3, which marks its parameters with `ds_id`."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    """Return True for a model under ZeRO-3, whose parameters have a `ds_id`, or FSDP, where they have a mesh."""
+    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def describe_error(error: Exception) -> str:

@@ -130,12 +130,18 @@ class Network(nn.Module):
         self.layout: CallLayout = "packed" if packs else "padded"  # the self-test may change it
         self.shares_prefixes = False  # compute prefixes that sequences have in common once; set by the self-test
         self.ring: Ring | None = None  # set by the backend if several processes share each packed row
+        self.computes_in: torch.dtype | None = None  # set by a backend that keeps weights in another precision
 
     @property
     def decoder(self) -> PreTrainedModel:
         """The Transformers model, without the PEFT wrapper if there is one."""
         model: Any = self.model
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of forward and backward passes, and of exported weights."""
+        return self.computes_in or self.decoder.dtype
 
     @property
     def decoder_without_head(self) -> nn.Module:

@@ -157,7 +157,9 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
     try:
         with modes.attention_of(decoder, "eager"), modes.reference_kernels(decoder):
             own = answers(forward(batch, own_kind), batch)
-            rounding = agreement.measure_rounding(decoder, own, lambda: answers(forward(batch, own_kind), batch))
+            rounding = agreement.measure_rounding(
+                decoder, own, lambda: answers(forward(batch, own_kind), batch), network.dtype
+            )
     except agreement.FAILURES as failure:
         adapted = network.model is not decoder
         how = "its forward pass with adapters" if adapted else "its own forward pass"

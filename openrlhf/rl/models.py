@@ -224,7 +224,7 @@ class Models:
         if not policy.ema_beta:
             backend.export(folder)
         elif backend.process == 0:
-            dtype = backend.network.decoder.dtype
+            dtype = backend.network.dtype
             save_model(backend.network, folder, {name: tensor.to(dtype) for name, tensor in self.ema.items()})
         self.rest()
 

@@ -115,7 +115,10 @@ def make_probe(decoder: PreTrainedModel) -> DecodingProbe:
             return [found.gather(-1, chosen) for found, chosen in zip(whole, tokens, strict=True)]
 
         rounding = measure_rounding(
-            decoder, torch.cat(likeliest(own)), lambda: torch.cat(likeliest(own_log_probs(decoder, sequences)))
+            decoder,
+            torch.cat(likeliest(own)),
+            lambda: torch.cat(likeliest(own_log_probs(decoder, sequences))),
+            decoder.dtype,
         )
     return DecodingProbe(sequences, tokens, likeliest(own), rounding)
 

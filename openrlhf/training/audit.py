@@ -44,11 +44,11 @@ class Audit:
         # [4, parameters], for any audited step and rank: has a gradient, it is nonzero, has a master, the master moved.
         self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)
         self.hooks = [
-            parameter.register_hook(partial(self._see, number)) for number, (_, parameter) in enumerate(self.named)
+            parameter.register_hook(partial(self.see, number)) for number, (_, parameter) in enumerate(self.named)
         ]
 
-    def _see(self, number: int, gradient: Tensor) -> None:
-        """Record whether a gradient is nonzero; called as a hook for each micro-batch."""
+    def see(self, number: int, gradient: Tensor) -> None:
+        """Record whether a gradient is nonzero; a hook for each micro-batch, or called by a backend before the step."""
         found = gradient.detach().any()
         seen = self.nonzero.get(number)
         self.nonzero[number] = found if seen is None else seen | found

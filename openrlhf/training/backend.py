@@ -1,12 +1,12 @@
 """Interfaces between objectives, training backends and training loops.
 
 An objective defines the loss of an optimizer step, and a `TrainBackend` runs the step: `LocalBackend` in one process,
-`DeepSpeedBackend` in several. The supervised loop and the RL loop work with either. For each step, a loop calls:
+`DeepSpeedBackend` or `FsdpBackend` in several. Both loops, supervised and RL, work with any. For each step, they call:
 
     forward_backward(micro_batches, objective)    gradients of the whole step, and its metrics
     optim_step(scale)                             clip, update, clear; `scale` is the learning rate factor
 
-The functions at the end are shared by both backends or both loops.
+The functions at the end are shared by the backends or the loops.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Frozen:
     def __init__(self, network: Network, device: torch.device) -> None:
         self.network = network
         self.device = device
-        self.run: Run = network  # or DeepSpeed's engine
+        self.run: Run = network  # or a module that shards it
         self.offloaded: OffloadedWeights | None = None  # set if the weights stay in host memory between uses
 
     def offload(self) -> None:
@@ -144,7 +144,7 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     def __init__(self, network: Network, device: torch.device) -> None:
         super().__init__(network, device)
-        self.module: nn.Module = network  # or DeepSpeed's engine; in training mode between calls
+        self.module: nn.Module = network  # or a module that shards it; in training mode between calls
         self.host = HostMemory()  # stores the tensors while the backend sleeps
         self.meter = UtilizationMeter(network, device)
 
@@ -298,7 +298,15 @@ def values_of(metrics: Metrics) -> dict[str, float]:
 
 def compile_decoder_layers(network: Network) -> None:
     """Compile each decoder layer (--deepcompile); the layers do most of the work and share one compiled graph."""
-    for module in network.decoder.base_model.children():
-        if isinstance(module, nn.ModuleList):
-            for layer in module:
-                layer.compile(dynamic=True, backend=COMPILER)
+    for layer in decoder_layers(network):
+        layer.compile(dynamic=True, backend=COMPILER)
+
+
+def decoder_layers(network: Network) -> list[nn.Module]:
+    """Return the layers of a network's decoder and, if it has other parts, such as a vision tower, of those."""
+
+    def outermost(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            yield from child if isinstance(child, nn.ModuleList) else outermost(child)
+
+    return list(outermost(network.decoder.base_model))

@@ -1,8 +1,8 @@
 """Build the models and backends of a training run from its config.
 
 All training commands use `load_language_model`, `make_network`, `make_backend` and `make_frozen`, which choose between
-the local backend and DeepSpeed; `rl.build` calls them for the models of reinforcement learning. For a supervised run,
-`build` combines them: the network in its backend, the frozen reference or teacher, and the objective.
+the local backend, DeepSpeed and FSDP; `rl.build` calls them for the models of reinforcement learning. For a supervised
+run, `build` combines them: the network in its backend, the frozen reference or teacher, and the objective.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from openrlhf.training.fit import LOSS_NAMES, Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SupervisedObjective
 from openrlhf.training.preflight import balances_experts
-from openrlhf.training.processes import loading, uses_deepspeed
+from openrlhf.training.processes import loading, training_backend
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
@@ -147,7 +147,7 @@ def make_backend(
     *,
     role: str = "model",
 ) -> TrainBackend:
-    """Wrap a network for training: in the local backend for one process, in DeepSpeed for several.
+    """Wrap a network for training, in the backend that the flags and the number of processes select.
 
     `optimizer` is the config's optimizer section or, for a critic, `PolicyOptimizerFlags.critic`. `role` names the
     network in messages.
@@ -155,7 +155,8 @@ def make_backend(
     report_trained(network, role)
     if not config.lora.lora_rank:
         report_frozen(network)
-    if not uses_deepspeed(config):
+    chosen = training_backend(config)
+    if chosen == "local":
         return LocalBackend(
             network,
             optimizer,
@@ -164,6 +165,10 @@ def make_backend(
             adam_offload=config.sharding.adam_offload,
             compile_layers=config.sharding.deepcompile,
         )
+    if chosen == "fsdp":
+        from openrlhf.training.fsdp import FsdpBackend
+
+        return FsdpBackend(network, optimizer, config.sharding, device, learning_rate=learning_rate)
     from openrlhf.training.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(
@@ -177,9 +182,14 @@ def make_backend(
 
 
 def make_frozen(config: TrainingConfig, network: Network, device: torch.device, *, offload: bool) -> Frozen:
-    """Wrap a frozen network: in `LocalFrozen` for one process, in DeepSpeed for several."""
-    if not uses_deepspeed(config):
+    """Wrap a frozen network, in the same way as `make_backend`."""
+    chosen = training_backend(config)
+    if chosen == "local":
         return LocalFrozen(network, device, offload=offload)
+    if chosen == "fsdp":
+        from openrlhf.training.fsdp import FsdpFrozen
+
+        return FsdpFrozen(network, config.sharding, device, offload=offload)
     from openrlhf.training.deepspeed import DeepSpeedFrozen
 
     return DeepSpeedFrozen(network, config.sharding, device, offload=offload)

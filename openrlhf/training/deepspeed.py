@@ -22,20 +22,19 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor
 from torch import distributed as dist
 
-from openrlhf.algo.reduce import Metrics, add_metrics, decode_metrics, encode_metrics
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
-from openrlhf.models.export import save_model, saved_tensors
+from openrlhf.models.export import saved_tensors
 from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_layers
+from openrlhf.training.backend import Frozen, compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
+from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.manifest import checkpoints_above, must_be_private
 from openrlhf.training.optim import parameter_groups, trainable
-from openrlhf.training.processes import agree
 from openrlhf.training.ring_groups import share_rows
 
 TAG = "deepspeed"  # folder of DeepSpeed's files inside a checkpoint
@@ -61,15 +60,15 @@ class DeepSpeedFrozen(Frozen):
             shards.keep_gathered(shards.unhook_head(network))
         else:
             network.to(device)
-        choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
+        choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
         if offload and not self.sharded:
             self.offload()
 
     def most_rounds(self, count: int) -> int:
-        return int(_largest(count, self.device)) if self.sharded else count
+        return int(largest(count, self.device)) if self.sharded else count
 
 
-class DeepSpeedBackend(TrainBackend):
+class DeepSpeedBackend(DistributedBackend):
     """One network and its optimizer, spread over all processes of the launch.
 
     Call `start_distributed` first. The optimizer is PyTorch's AdamW, which DeepSpeed shards and offloads, so the
@@ -113,21 +112,15 @@ class DeepSpeedBackend(TrainBackend):
         self.head_parameters = shards.unhook_head(network) if sharding.zero_stage == 3 else []
         shards.keep_gathered(self.head_parameters)
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
-        self.group = shared.lane if shared else self.engine.data_parallel_group  # all data-parallel ranks
-        self.rank = dist.get_rank(self.group)
-        self.process, self.num_processes = dist.get_rank(), dist.get_world_size()
-        self.data_parallel_size = dist.get_world_size(self.group)
+        self.join_ranks(shared.lane if shared else self.engine.data_parallel_group)
         self.clips_here = clips_outside(sharding, facts)
         self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
         self.engine.enable_backward_allreduce = not self.clips_here
-        choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
+        choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
         if sharding.deepcompile:  # not with DeepSpeed's own compiler, which expects fixed shapes
             compile_decoder_layers(network)
         self.engine.train()
-        self.audit = Audit(trainable(network), shards.master_shard, lambda found: _largest(found, device))
-
-    def most_rounds(self, count: int) -> int:
-        return int(_largest(count, self.device))
+        self.audit = Audit(trainable(network), shards.master_shard, lambda found: largest(found, device))
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages gradients over processes, but ours must be summed, also within a ring. Scaling the loss by
@@ -195,31 +188,6 @@ class DeepSpeedBackend(TrainBackend):
             slots["step"] = slots["step"].to(parameter.device, copy=True)
         shards.keep_gathered(self.head_parameters)
 
-    def export(self, folder: Path) -> None:
-        weights = {}
-        for name, tensor in self.exported():
-            if self.process == 0:
-                weights[name] = tensor.to("cpu", copy=True)
-        try:
-            if self.process == 0:
-                save_model(self.network, folder, weights)
-        finally:  # also after a failure, because the caller may retry in another folder
-            self.barrier()
-
-    def any_process(self, condition: bool) -> bool:
-        return bool(_largest(condition, self.device))
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        total = values.to(self.device, copy=True)
-        dist.all_reduce(total, group=self.group)
-        return total.to(values.device)
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def agree(self, number: int) -> int:
-        return agree(number, self.device)
-
     def sleep(self) -> None:
         if self.device.type != "cpu":
             shards.put_to_sleep(self.engine, self.network, self.optimizer, self.sharding.zero_stage, self.host)
@@ -228,30 +196,6 @@ class DeepSpeedBackend(TrainBackend):
         if self.device.type != "cpu":
             shards.wake_up(self.engine, self.sharding.zero_stage, self.host)
             shards.keep_gathered(self.head_parameters)
-
-    def sum_metrics(self, metrics: Metrics) -> Metrics:
-        # Add in rank order. Names are sent with the values, because a rank with only fillers has no metrics.
-        everyone = _gather_bytes(encode_metrics(metrics), self.device, self.group)
-        return add_metrics(map(decode_metrics, everyone))
-
-
-def _gather_bytes(own: bytes, device: torch.device, group: dist.ProcessGroup) -> list[bytes]:
-    """Return the bytes of each process of the group, by rank; sent as tensors, because torch pickles objects."""
-    ranks = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.tensor(list(own.ljust(longest)), dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(everyone, padded, group=group)
-    return [bytes(data[: int(length)].tolist()) for data, length in zip(everyone, lengths, strict=True)]
-
-
-def _largest(values: Tensor | float, device: torch.device) -> Tensor:
-    """Return the elementwise maximum over all processes, on the CPU."""
-    found = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.cpu()
 
 
 def _facts(network: Network, device: torch.device) -> NetworkFacts:

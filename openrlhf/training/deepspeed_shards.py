@@ -1,16 +1,14 @@
-"""A network inside a DeepSpeed engine: the module that the engine wraps, its sharded weights, and its offloading.
+"""A network inside a DeepSpeed engine: its sharded weights, and its offloading.
 
-`deepspeed.py` uses three groups of functions from here. `engine_around` translates between our dataclasses and the
-plain tensors that DeepSpeed's hooks expect. The next functions gather shards; they are collective, so all ranks must
-call them with the same parameters. `put_to_sleep` and `wake_up` free the device memory while rollout engines use the
-device.
+`deepspeed.py` uses three groups of functions from here. `engine_around` builds the engine. The next functions gather
+shards; they are collective, so all ranks must call them with the same parameters. `put_to_sleep` and `wake_up` free the
+device memory while rollout engines use the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -20,41 +18,14 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from openrlhf.config.sections.training import ShardingFlags
-from openrlhf.models.chunks import Head
-from openrlhf.models.forward import Network, Outputs, Requested, Teacher
+from openrlhf.models.forward import Network
 from openrlhf.training.backend import Run
 from openrlhf.training.deepspeed_config import Section
 from openrlhf.training.host_memory import HostMemory
-from openrlhf.types import Batch
+from openrlhf.training.tensor_module import TensorModule
 
 Engine: TypeAlias = Any  # the result of deepspeed.initialize, which has no usable annotations
 ZeroParameter: TypeAlias = Any  # a parameter to which DeepSpeed may have added attributes, such as ds_status
-
-
-class EngineModule(nn.Module):
-    """A network with plain tensors as arguments and results, because DeepSpeed's hooks ignore tensors in dataclasses.
-
-    A teacher's head is a function, so it is set as an attribute before the call.
-    """
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.network = network
-        self.config = network.decoder.config  # AutoTP reads the model's tensor-parallel plan from it
-        self.teacher_head: Head | None = None
-
-    def forward(
-        self,
-        *,
-        kind: type[Outputs],
-        temperature: float | Tensor,
-        teacher_hidden: Tensor | None,
-        **batch: Any,  # the fields of a `Batch`
-    ) -> dict[str, Tensor]:
-        head = self.teacher_head
-        teacher = None if teacher_hidden is None or head is None else Teacher(teacher_hidden, head)
-        outputs = self.network(Batch(**batch), kind, temperature=temperature, teacher=teacher)
-        return {name: value for name, value in vars(outputs).items() if value is not None}
 
 
 def engine_around(
@@ -68,18 +39,9 @@ def engine_around(
         blocks = [name for name in names if name.endswith(("SparseMoeBlock", "MoE", "Moe", "MoeBlock", "MoeMLP"))]
         if blocks:
             deepspeed.utils.set_z3_leaf_modules(network, blocks)
-    module = EngineModule(network)
+    module = TensorModule(network)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-
-    def run(
-        batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
-    ) -> Requested:
-        module.teacher_head = None if teacher is None else teacher.head
-        hidden = None if teacher is None else teacher.hidden
-        given = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-        return kind(**engine(kind=kind, temperature=temperature, teacher_hidden=hidden, **given))
-
-    return engine, run
+    return engine, module.run_by(engine)
 
 
 def unhook_head(network: Network) -> list[nn.Parameter]:

@@ -1,11 +1,12 @@
 """Training in one process, on the CPU or one GPU, with PyTorch alone.
 
 `LocalBackend` combines a network with a `MasterOptimizer`, which keeps fp32 weights, and for fp16 with a `LossScale`.
-`DeepSpeedBackend` computes the same results in several processes.
+`DeepSpeedBackend` and `FsdpBackend` compute the same results in several processes; the latter shares `MasterBackend`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
@@ -36,7 +37,67 @@ class LocalFrozen(Frozen):
             self.offload()
 
 
-class LocalBackend(TrainBackend):
+class MasterBackend(TrainBackend):
+    """Trains with a `MasterOptimizer` and, in fp16, a `LossScale`; a subclass places the network on devices."""
+
+    optimizer: MasterOptimizer
+    loss_scale: LossScale | None
+    audit: Audit
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
+
+    def optim_step(self, scale: float) -> float | None:
+        self.audit.begin(scale * self.optimizer.learning_rate, has_signal=self.has_signal)
+        norm = self.optimizer.step(scale, self.loss_scale.value if self.loss_scale else None)
+        if self.loss_scale:
+            self.loss_scale.update(overflowed=norm is None)
+        self.audit.end(moved=norm is not None)
+        return norm
+
+    def loss_scaling(self) -> dict[str, float]:
+        scale = self.loss_scale
+        return {"loss_scale": scale.value, "skipped_steps": float(scale.skipped)} if scale else {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: masters, optimizer states and the loss scale."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.state().items()}
+        if self.loss_scale:
+            tensors[LOSS_SCALE] = torch.tensor(astuple(self.loss_scale), dtype=torch.float64)
+        return tensors
+
+    def restore(self, folder: Path, read: Callable[[], dict[str, Tensor]]) -> None:
+        """Restore the tensors that `read` returns from a checkpoint."""
+        try:
+            tensors = read()
+            scale = tensors.pop(LOSS_SCALE, None)
+            self.optimizer.load_state(tensors)
+            lost = tensors.keys() - self.optimizer.state().keys()
+            if lost:
+                raise BackendError(
+                    f"the optimizer has no place for {counted(len(lost), 'saved tensor')}, such as {min(lost)}"
+                )
+        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+            raise BackendError(
+                f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}",
+                try_this="the model and flags of the run that wrote it, or start over without --load_checkpoint",
+            ) from None
+        if self.loss_scale and scale is not None:
+            value, applied, skipped = scale.tolist()
+            self.loss_scale = LossScale(value, int(applied), int(skipped))
+
+    def steps_taken(self) -> int:
+        states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
+        taken = max((int(slots["step"]) for slots in states if "step" in slots), default=0)
+        return taken + (self.loss_scale.skipped if self.loss_scale else 0)
+
+    def optimizer_states(self) -> list[Tensor]:
+        """Return the states of all masters, such as Adam's moments."""
+        states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
+        return [value for slots in states for value in slots.values()]
+
+
+class LocalBackend(MasterBackend):
     """Trains one network on one device in one process."""
 
     def __init__(
@@ -60,54 +121,13 @@ class LocalBackend(TrainBackend):
         if compile_layers:
             compile_decoder_layers(network)
 
-    def backward(self, loss: Tensor) -> None:
-        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
-
-    def optim_step(self, scale: float) -> float | None:
-        self.audit.begin(scale * self.optimizer.learning_rate, has_signal=self.has_signal)
-        norm = self.optimizer.step(scale, self.loss_scale.value if self.loss_scale else None)
-        if self.loss_scale:
-            self.loss_scale.update(overflowed=norm is None)
-        self.audit.end(moved=norm is not None)
-        return norm
-
-    def loss_scaling(self) -> dict[str, float]:
-        scale = self.loss_scale
-        return {"loss_scale": scale.value, "skipped_steps": float(scale.skipped)} if scale else {}
-
     def save(self, folder: Path) -> None:
-        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.state().items()}
-        if self.loss_scale:
-            tensors[LOSS_SCALE] = torch.tensor(astuple(self.loss_scale), dtype=torch.float64)
-        save_file(tensors, folder / OPTIMIZER_FILE)
+        save_file(self.state(), folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
-        try:
-            tensors = load_file(folder / OPTIMIZER_FILE)
-            scale = tensors.pop(LOSS_SCALE, None)
-            self.optimizer.load_state(tensors)
-            lost = tensors.keys() - self.optimizer.state().keys()
-            if lost:
-                raise BackendError(
-                    f"the optimizer has no place for {counted(len(lost), 'saved tensor')}, such as {min(lost)}"
-                )
-        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-            raise BackendError(
-                f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}",
-                try_this="the model and flags of the run that wrote it, or start over without --load_checkpoint",
-            ) from None
-        if self.loss_scale and scale is not None:
-            value, applied, skipped = scale.tolist()
-            self.loss_scale = LossScale(value, int(applied), int(skipped))
-
-    def steps_taken(self) -> int:
-        states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
-        taken = max((int(slots["step"]) for slots in states if "step" in slots), default=0)
-        return taken + (self.loss_scale.skipped if self.loss_scale else 0)
+        self.restore(folder, lambda: load_file(folder / OPTIMIZER_FILE))
 
     def sleep(self) -> None:
         # Move all tensors that exist between steps; the optimizer step has already freed the gradients.
-        states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
-        values = [value for slots in states for value in slots.values()]
         masters = self.optimizer.masters.values()
-        self.host.take([*self.network.parameters(), *self.network.buffers(), *masters, *values])
+        self.host.take([*self.network.parameters(), *self.network.buffers(), *masters, *self.optimizer_states()])

@@ -1,12 +1,13 @@
 """Learning rate schedules, parameter groups, fp32 master weights and the loss scale of fp16.
 
-`MasterOptimizer` is the optimizer of the local backend. It updates fp32 weights for networks of any precision, and
-`LossScale` keeps fp16 gradients from underflowing. The DeepSpeed backend uses PyTorch's AdamW directly, because
-DeepSpeed has its own master weights and loss scale. Both backends share schedules and parameter groups.
+`MasterOptimizer` is the optimizer of the local backend and, for the shards of a rank, of FSDP (`fsdp_optim`). It
+updates fp32 weights for networks of any precision, and `LossScale` keeps fp16 gradients from underflowing. The
+DeepSpeed backend uses PyTorch's AdamW directly, because DeepSpeed has its own master weights and loss scale. All
+backends share schedules and parameter groups.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -108,7 +109,7 @@ class MasterOptimizer:
     ) -> None:
         self.flags = flags
         self.learning_rate = learning_rate  # peak learning rate; `step` scales it
-        self.named = trainable(network)
+        self.named = self.parameters_of(network)
         if not self.named:
             raise ConfigError("nothing to train: every parameter is frozen")
         self.masters: dict[str, nn.Parameter] = {}  # an fp32 parameter that is not offloaded is its own master
@@ -142,6 +143,14 @@ class MasterOptimizer:
             self.optimizers.append(muon)
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
 
+    def parameters_of(self, network: nn.Module) -> list[Named]:
+        """Return the parameters to update."""
+        return trainable(network)
+
+    def clip(self, masters: Sequence[nn.Parameter]) -> float:
+        """Scale the gradients down to --max_norm if their norm is larger; return the norm."""
+        return float(torch.nn.utils.clip_grad_norm_(masters, self.flags.max_norm or math.inf, foreach=True))
+
     def step(self, scale: float, loss_scale: float | None = None) -> float | None:
         """Update with `scale` times each peak learning rate; return the gradient norm before clipping.
 
@@ -155,7 +164,7 @@ class MasterOptimizer:
         if loss_scale is not None:
             gradients = [master.grad for master in masters if master.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.flags.max_norm or math.inf, foreach=True))
+        norm = self.clip(masters)
         if loss_scale is not None and not math.isfinite(norm):
             for master in masters:
                 master.grad = None
@@ -238,7 +247,7 @@ def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale of an fp16 model in the local backend (DeepSpeed has its own).
+    """Dynamic loss scale of an fp16 model (DeepSpeed has its own).
 
     The smallest positive fp16 number is 6e-8, and gradients of a mean over many tokens can be smaller. The scale is
     halved when gradients overflow and doubled after many steps without overflow, as in torch's GradScaler. It is

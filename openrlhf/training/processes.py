@@ -16,14 +16,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from typing import Literal
 
 import torch
 from torch import distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import TrainingConfig
+from openrlhf.config.runtime import backend_of
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.load import choose_dtype
@@ -32,21 +35,21 @@ from openrlhf.signals import end_at_first_signal
 from openrlhf.training.deepspeed_config import half_precision
 
 
-def uses_deepspeed(config: TrainingConfig) -> bool:
-    """Return whether to train with DeepSpeed.
-
-    Several processes need it; a single one needs it only to read a universal checkpoint.
-    """
-    return world_size() > 1 or config.checkpoints.use_ds_universal_ckpt
+def training_backend(config: TrainingConfig) -> Literal["local", "deepspeed", "fsdp"]:
+    """Return the library that trains the models of this process."""
+    return backend_of(config, world_size())
 
 
 def join(config: TrainingConfig) -> torch.device:
-    """Choose this process's device, join the distributed group if DeepSpeed is used, and return the device."""
+    """Choose this process's device, join the other processes if the backend needs them, and return the device."""
     device = choose_device(config.model.device, config.sharding.local_rank)
-    if not uses_deepspeed(config):
-        return device
-    require("deepspeed", f"training with {world_size()} processes")
-    return start_distributed(device)
+    match training_backend(config):
+        case "deepspeed":
+            require("deepspeed", f"training with {world_size()} processes")
+            return start_distributed(device)
+        case "fsdp":
+            return start_processes(device)
+    return device
 
 
 def agree(number: int, device: torch.device) -> int:
@@ -80,27 +83,37 @@ def enter_folder(folder: str) -> None:
         os.chdir(folder)
 
 
-def start_distributed(device: torch.device) -> torch.device:
+def start_processes(device: torch.device, timeout: timedelta = default_pg_timeout) -> torch.device:
     """Join the processes that `deepspeed` or `torchrun` launched, or start a group of one; return `device`."""
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if not dist.is_initialized():
+        # Bind the device as DeepSpeed does, so that NCCL can split communicators; a group of one needs no split.
+        bound = device if device.type == "cuda" and world_size() > 1 else None
+        join_process_group(collectives_of(device), timeout, bound)
+    return device
+
+
+def start_distributed(device: torch.device) -> torch.device:
+    """Join the other processes, as `start_processes`, for DeepSpeed; return `device`."""
     import deepspeed
     from deepspeed import ops
     from deepspeed.constants import default_pg_timeout
 
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         # This shared-memory all-reduce is for inference. It takes minutes to compile, and training does not use it.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if not dist.is_initialized():
-        # Bind the device as DeepSpeed does, so that NCCL can split communicators; a group of one needs no split.
-        bound = device if device.type == "cuda" and world_size() > 1 else None
-        join_process_group(backend, default_pg_timeout, bound)
-    deepspeed.init_distributed(backend, verbose=False)  # adopts the group
+    start_processes(device, default_pg_timeout)
+    deepspeed.init_distributed(collectives_of(device), verbose=False)  # adopts the group
     return device
+
+
+def collectives_of(device: torch.device) -> str:
+    """Return the library that communicates between devices of this type."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 @end_at_first_signal()  # if another process died, the launcher asks this one to end, which waits for it in C++
@@ -165,7 +178,7 @@ def loading(config: TrainingConfig, device: torch.device) -> AbstractContextMana
 
     4-bit models are never sharded.
     """
-    if not uses_deepspeed(config) or config.sharding.zero_stage != 3 or config.model.load_in_4bit:
+    if training_backend(config) != "deepspeed" or config.sharding.zero_stage != 3 or config.model.load_in_4bit:
         return nullcontext()
     return sharded_loading(config.sharding, choose_dtype(config.model.param_dtype, device))
 

@@ -112,7 +112,7 @@ class UtilizationMeter:
     """Counts the FLOPs and seconds of one optimizer step in one process."""
 
     def __init__(self, network: Network, device: torch.device) -> None:
-        half = network.decoder.dtype in (torch.bfloat16, torch.float16)  # the peak is that of half precision
+        half = network.dtype in (torch.bfloat16, torch.float16)  # the peak is that of half precision
         name = torch.cuda.get_device_name(device) if device.type == "cuda" and half else ""
         self.network = network
         self.peak = peak_flops(name)

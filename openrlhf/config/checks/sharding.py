@@ -1,25 +1,73 @@
-"""Rules about flags that DeepSpeed cannot combine, checked before any model loads.
+"""Rules about flags that DeepSpeed or FSDP cannot combine, checked before any model loads.
 
-A single process trains without DeepSpeed, so the rules apply only to runs with several processes or with universal
-checkpoints, which only DeepSpeed can read.
+By default, a single process trains with neither (see `backend_of`), so most rules apply only to runs with several
+processes or with universal checkpoints, which only DeepSpeed can read.
 """
 
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, TrainingConfig
-from openrlhf.config.runtime import num_devices, used_roles
+from openrlhf.config.runtime import backend_of, num_devices, resolve_runtime, used_roles
 from openrlhf.config.sections.algorithm import PolicyOptimizerFlags
 from openrlhf.errors import ConfigError
 
 
+def model_processes(config: TrainingConfig, *, frozen: bool = False) -> dict[str, int]:
+    """Return the process count of each trained model and, with `frozen`, of the frozen ones."""
+    if not isinstance(config, RLConfig):
+        return {"model": world_size()}
+    roles = (role for role in used_roles(config) if frozen or role in ("actor", "critic"))
+    return {str(role): num_devices(config, role) for role in roles}
+
+
 def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict[str, int]:
     """Return the process count of each model that DeepSpeed trains and, with `frozen`, of the frozen ones it shards."""
-    if isinstance(config, RLConfig):
-        roles = (role for role in used_roles(config) if frozen or role in ("actor", "critic"))
-        counts = {str(role): num_devices(config, role) for role in roles}
-    else:
-        counts = {"model": world_size()}
-    universal = config.checkpoints.use_ds_universal_ckpt
-    return {name: count for name, count in counts.items() if count > 1 or universal}
+    counts = model_processes(config, frozen=frozen)
+    return {name: count for name, count in counts.items() if backend_of(config, count) == "deepspeed"}
+
+
+def local_backend_is_one_process(config: TrainingConfig) -> None:
+    """Reject --backend local with several processes, which would each train a model of their own."""
+    if config.sharding.backend != "local":
+        return
+    most = max(model_processes(config, frozen=True).values())
+    if most > 1:
+        raise ConfigError(
+            f"--backend local trains in one process, but a model has {most} processes", try_this="--backend fsdp"
+        )
+    if config.checkpoints.use_ds_universal_ckpt:
+        raise ConfigError(
+            "--use_ds_universal_ckpt reads a checkpoint that only DeepSpeed understands, but --backend is local",
+            try_this="--backend deepspeed",
+        )
+
+
+def fsdp_shards_whole_rows(config: TrainingConfig) -> None:
+    """Reject what FSDP does not support: a shard is a range of rows, and only full passes gather them."""
+    sharding = config.sharding
+    if sharding.backend != "fsdp":
+        return
+    if isinstance(config, RLConfig) and resolve_runtime(config) == "local":
+        raise ConfigError(
+            "--backend fsdp shards the policy, but with --runtime local the engine generates with its weights",
+            try_this="--runtime ray, or --backend auto",
+        )
+    flags = config.optimizer
+    own = flags.critic_optim if isinstance(flags, PolicyOptimizerFlags) else None
+    if "muon" in (flags.optim, own):
+        flag = "--optim" if flags.optim == "muon" else "--critic_optim"
+        raise ConfigError(
+            f"{flag} muon needs whole matrices, and --backend fsdp keeps a part of each in every process",
+            try_this=f"{flag} adam",
+        )
+    if config.model.load_in_4bit:
+        raise ConfigError(
+            "--load_in_4bit packs weights into blocks that --backend fsdp cannot shard", try_this="--backend deepspeed"
+        )
+    if sharding.ds_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--ds_tensor_parallel_size {sharding.ds_tensor_parallel_size} is DeepSpeed's, but --backend is fsdp",
+            try_this="--backend deepspeed",
+        )
 
 
 def muon_trains_whole_matrices(config: TrainingConfig) -> None:

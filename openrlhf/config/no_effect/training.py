@@ -8,17 +8,27 @@ from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, Templated, TrainingConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.no_effect.lines import always, rows
-from openrlhf.config.runtime import num_devices, reference_is_base, resolve_runtime, used_roles, uses_critic
+from openrlhf.config.runtime import (
+    backend_of,
+    num_devices,
+    reference_is_base,
+    resolve_runtime,
+    used_roles,
+    uses_critic,
+)
 from openrlhf.config.sections.training import OptimizerFlags
 
 
-def in_one_process(config: TrainingConfig) -> bool:
-    """Return True if DeepSpeed is not used: each model has one process, and no universal checkpoint is loaded."""
-    if config.checkpoints.use_ds_universal_ckpt or world_size() > 1:
-        return False
-    if not isinstance(config, RLConfig) or resolve_runtime(config) == "local":
-        return True
-    return max(num_devices(config, role) for role in used_roles(config)) == 1
+def trains_locally(config: TrainingConfig) -> bool:
+    """Return True if plain PyTorch trains: each model has one process, and the flags choose no other backend."""
+    processes = world_size()
+    if isinstance(config, RLConfig) and resolve_runtime(config) != "local":
+        processes = max(processes, *(num_devices(config, role) for role in used_roles(config)))
+    return backend_of(config, processes) == "local"
+
+
+def uses_fsdp(config: TrainingConfig) -> bool:
+    return config.sharding.backend == "fsdp"
 
 
 def optimizers(config: TrainingConfig) -> list[OptimizerFlags]:
@@ -60,7 +70,19 @@ ALWAYS = (
 TRAINING = (
     *rows(
         TrainingConfig,
-        ("zero_stage zpg overlap_comm grad_accum_dtype", "in one process", in_one_process),
+        ("zero_stage zpg overlap_comm grad_accum_dtype", "in one process", trains_locally),
+        (
+            "zero_stage zpg",
+            "with --backend fsdp, which shards weights, gradients and optimizer states over all devices",
+            uses_fsdp,
+        ),
+        ("overlap_comm", "with --backend fsdp, which always overlaps", uses_fsdp),
+        ("grad_accum_dtype", "with --backend fsdp, which sums gradients in fp32", uses_fsdp),
+        (
+            "use_ds_universal_ckpt",
+            "with --backend fsdp, whose checkpoints resume on any number of devices",
+            uses_fsdp,
+        ),
         ("ring_head_stride", "without --ring_attn_size", lambda c: c.sharding.ring_attn_size == 1),
         (
             "wandb_run_name",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from openrlhf.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_MINUS_ONE, SHARE, Range, flag
 
+Backend = Literal["auto", "local", "deepspeed", "fsdp"]
 ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 
 
@@ -58,6 +59,11 @@ class SupervisedOptimizerFlags(OptimizerFlags):
 class ShardingFlags:
     """Memory and parallelism"""
 
+    backend: Backend = flag(
+        "auto",
+        "Library that trains: plain PyTorch in one process (local), DeepSpeed, or PyTorch's FSDP2; auto chooses local "
+        "for one process and DeepSpeed for several.",
+    )
     zero_stage: int = flag(2, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
     zpg: int = flag(1, "Size of the secondary partition (ZeRO++ hpZ), usually the devices per node.", POSITIVE)
     adam_offload: bool = flag(False, "Keep the optimizer states on the CPU and run the optimizer step there.")
@@ -69,9 +75,7 @@ class ShardingFlags:
     gradient_checkpointing_use_reentrant: bool = flag(
         False, "Use the reentrant variant of gradient checkpointing.", needs="gradient_checkpointing"
     )
-    deepcompile: bool = flag(
-        False, "Compile the decoder layers; with several processes, this needs --zero_stage 0 to 2."
-    )
+    deepcompile: bool = flag(False, "Compile the decoder layers; with DeepSpeed, this needs --zero_stage 0 to 2.")
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
     ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
     ring_head_stride: int = flag(1, "Key heads per ring pass; must divide the number of key heads.", POSITIVE)

@@ -1,0 +1,114 @@
+"""Training on several devices with PyTorch alone: fully sharded data parallelism (FSDP2).
+
+`FsdpBackend` implements `TrainBackend` and `FsdpFrozen` implements `Frozen`; every process of the launch constructs one
+and makes the same calls in the same order. Weights, gradients and optimizer states are sharded, as under ZeRO-3.
+`fsdp_shards` shards a network and gathers its weights, `fsdp_optim` updates the shards, and `fsdp_checkpoint` saves
+them so that any number of processes can resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
+from openrlhf.models.export import saved_tensors
+from openrlhf.models.forward import Network
+from openrlhf.models.plain import checkpoint_weights
+from openrlhf.models.self_test import choose_layout
+from openrlhf.training import fsdp_shards as shards
+from openrlhf.training.audit import Audit
+from openrlhf.training.backend import Frozen, compile_decoder_layers
+from openrlhf.training.distributed import DistributedBackend, largest
+from openrlhf.training.fsdp_checkpoint import load_shards, save_shards
+from openrlhf.training.fsdp_optim import ShardOptimizer
+from openrlhf.training.local import MasterBackend
+from openrlhf.training.optim import LossScale
+from openrlhf.training.ring_groups import share_rows
+
+
+class FsdpFrozen(Frozen):
+    """A sharded model that is not trained; `offload` keeps its shards in host memory between uses."""
+
+    def __init__(
+        self, network: Network, sharding: ShardingFlags, device: torch.device, *, offload: bool = False
+    ) -> None:
+        super().__init__(network.eval().requires_grad_(False), device)
+        share_rows(network, sharding)
+        self.run = shards.run_sharded(shards.shard_network(network, device, offload=offload, keep_head=True))
+        choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
+
+    def most_rounds(self, count: int) -> int:
+        return int(largest(count, self.device))
+
+
+class FsdpBackend(DistributedBackend, MasterBackend):
+    """One network and its optimizer, sharded over all processes; call `start_processes` first."""
+
+    def __init__(
+        self,
+        network: Network,
+        optimizer: OptimizerFlags,
+        sharding: ShardingFlags,
+        device: torch.device,
+        *,
+        learning_rate: float,
+    ) -> None:
+        super().__init__(network, device)
+        shared = share_rows(network, sharding)
+        world = dist.group.WORLD
+        assert world is not None
+        self.join_ranks(shared.lane if shared else world)
+        self.module = self.root = shards.shard_network(network, device, offload=sharding.adam_offload)
+        self.run = shards.run_sharded(self.root)
+        self.offloaded_shards = sharding.adam_offload
+        choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
+        self.optimizer = self.shards = ShardOptimizer(network, optimizer, learning_rate, device=device)
+        self.loss_scale = LossScale() if network.dtype == torch.float16 else None
+        self.audit = Audit(self.optimizer.named, lambda master: master, lambda found: largest(found, device))
+        if sharding.deepcompile:
+            compile_decoder_layers(network)
+        self.module.train()
+
+    def optim_step(self, scale: float) -> float | None:
+        self.shards.link()
+        if self.audit.hooks:  # the hooks do not fire, because autograd does not see the shards
+            for number, (_, master) in enumerate(self.optimizer.named):
+                if master.grad is not None:
+                    self.audit.see(number, master.grad)
+        return super().optim_step(scale)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return checkpoint_weights(self.network, shards.gather_groups(self.root))
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        return saved_tensors(self.network, shards.gather_each(self.network.dtype))
+
+    def save(self, folder: Path) -> None:
+        self.shards.link()
+        shapes = {name: parameter.shape for name, parameter in self.shards.sharded}
+        save_shards(folder, self.state(), shapes, process=self.process, num_processes=self.num_processes)
+
+    def load(self, folder: Path) -> None:
+        self.shards.link()
+        shapes = {name: parameter.shape for name, parameter in self.shards.sharded}
+        self.restore(
+            folder, lambda: load_shards(folder, shapes, process=self.process, num_processes=self.num_processes)
+        )
+
+    def sleep(self) -> None:
+        if self.device.type != "cpu":
+            if not self.offloaded_shards:
+                self.root.to("cpu")
+            self.host.take(self.optimizer_states())
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        if self.device.type != "cpu":
+            if not self.offloaded_shards:
+                self.root.to(self.device)
+            super().wake()

@@ -1,0 +1,151 @@
+"""A network sharded by PyTorch's FSDP2 (`fully_shard`): its groups of parameters, and how to gather them.
+
+Each decoder layer is a group, which is gathered while the layer runs. The other parameters, embeddings and heads, are
+the root group, which is gathered while the whole network runs: a head is applied to chunks of targets, and ranks have
+different numbers of chunks, so it cannot be gathered call by call. A sharded parameter is a DTensor, of which each rank
+holds a range of rows, its shard. The functions that gather are collective: all ranks call them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.forward import Network, Requested, Teacher
+from openrlhf.models.plain import Gather, Unshard
+from openrlhf.training.audit import ONE_EXPERT
+from openrlhf.training.backend import Run, decoder_layers
+from openrlhf.training.tensor_module import TensorModule
+from openrlhf.types import Batch
+
+Root: TypeAlias = Any  # the TensorModule of a network, which `fully_shard` has also made an FSDPModule
+
+
+def shard_network(network: Network, device: torch.device, *, offload: bool = False, keep_head: bool = False) -> Root:
+    """Shard a network layer by layer on this device, and return the module to call.
+
+    Trained weights are kept in fp32; passes compute in the network's own precision. With `offload`, shards are in host
+    memory between passes. `keep_head` keeps the vocabulary head whole, because distillation applies the head of a
+    teacher outside the teacher's forward pass.
+    """
+    network.computes_in = network.dtype
+    half = network.dtype != torch.float32
+    precision = MixedPrecisionPolicy(
+        param_dtype=network.dtype if half else None,
+        reduce_dtype=torch.float32 if half else None,  # gradients are summed over ranks and micro-batches in fp32
+        cast_forward_inputs=False,
+    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    host = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
+    head = network.decoder.get_output_embeddings() if keep_head else None
+    kept = set() if head is None else set(head.to(device).parameters())
+    root = TensorModule(network)
+    for module in (*decoder_layers(network), root):
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(torch.float32)
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=host, ignored_params=kept)
+    has_experts = any(ONE_EXPERT.search(name) for name, _ in network.named_parameters())
+    if has_experts and not hasattr(root, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"--backend fsdp cannot train {type(network.decoder).__name__}, in which each expert is a module, with"
+            f" torch {torch.__version__}",
+            try_this="torch 2.13, or --backend deepspeed",
+        )
+    for group in groups_of(root):
+        # Losses are divided by totals over all ranks, so gradients are added up, not averaged.
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
+        if has_experts:  # ranks may route tokens to different experts; the gradient of an unused one is zero
+            group.set_reduce_scatter_unused_params(True)
+    return root
+
+
+def groups_of(root: Root) -> list[FSDPModule]:
+    """Return the modules whose parameters are gathered together: the root and each layer."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def run_sharded(root: Root) -> Run:
+    """Return the callable with which an objective runs a sharded network."""
+    call = root.run_by(root)
+
+    def run(
+        batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Requested:
+        try:
+            outputs = call(batch, kind, temperature=temperature, teacher=teacher)
+        except Exception:
+            if hasattr(root, "reset_iter_state"):  # since torch 2.13; the self-test tries another layout after an error
+                root.reset_iter_state()
+            raise
+        if not torch.is_grad_enabled():
+            root.reshard()  # otherwise done by the backward pass
+        return outputs
+
+    return run
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded tensor, which share its memory, or a tensor that is not sharded."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def gather_each(dtype: torch.dtype) -> Gather:
+    """Return a `Gather` that gathers each tensor when it is needed, in this precision."""
+
+    def unshard(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        narrow: Any = tensor.detach().to(dtype)  # still a DTensor
+        return narrow.full_tensor()
+
+    @contextmanager
+    def gather(tensors: Sequence[Tensor]) -> Iterator[Unshard]:
+        yield unshard
+
+    return gather
+
+
+class Place(NamedTuple):
+    """The place of a sharded parameter: the group that gathers it, and the module and attribute that hold it."""
+
+    group: FSDPModule
+    module: nn.Module
+    name: str
+
+
+def gather_groups(root: Root) -> Gather:
+    """Return a `Gather` that gathers whole groups within its context, so that modules such as adapters can be used."""
+    places: dict[int, Place] = {}
+    for group in groups_of(root):  # layers come after the root, so their parameters get the right group
+        assert isinstance(group, nn.Module)
+        for module in group.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                places[id(parameter)] = Place(group, module, name)
+
+    def unshard(tensor: Tensor) -> Tensor:
+        place = places.get(id(tensor))
+        return (tensor if place is None else place.module.get_parameter(place.name)).detach()
+
+    @contextmanager
+    def gather(tensors: Sequence[Tensor]) -> Iterator[Unshard]:
+        needed = {id(place.group): place.group for tensor in tensors if (place := places.get(id(tensor)))}
+        for group in needed.values():
+            group.unshard()
+        try:
+            yield unshard
+        finally:
+            for group in needed.values():
+                group.reshard()
+
+    return gather

@@ -1,0 +1,235 @@
+"""One of several processes that train every FSDP case; each writes its results for test_fsdp.py.
+
+One start of the processes serves all cases, because starting and importing takes longer than training. Four processes
+save a checkpoint, and two resume from it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
+from openrlhf.errors import BackendError
+from openrlhf.models.forward import LogProbs
+from openrlhf.training import backend as shared_parts
+from openrlhf.training.fsdp import FsdpBackend, FsdpFrozen
+from openrlhf.training.processes import start_processes
+from openrlhf.types import Batch
+from tests.training.deepspeed_cases import (
+    RATE,
+    SETTINGS,
+    Distil,
+    Sft,
+    judged_rows,
+    load_network,
+    make_batch,
+    of_rank,
+    step_batches,
+    step_scorer,
+    train,
+)
+
+CPU = torch.device("cpu")
+MANY = 384  # micro-batches
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    def build(self, model: str = "llama", sharding: ShardingFlags | None = None, **kwargs: Any) -> FsdpBackend:
+        network = load_network(self.folder / model, **kwargs)
+        return FsdpBackend(network, SETTINGS, sharding or ShardingFlags(), CPU, learning_rate=RATE)
+
+    def mine(self, step: int, *, packed: bool = False) -> Sequence[Batch]:
+        """Return this rank's share: of four ranks, three have one micro-batch each and the last one a filler."""
+        batches = step_batches(step, packed=packed)
+        if self.ranks == 2:
+            return of_rank(batches, self.rank)
+        return [batches[self.rank]] if self.rank < 3 else [replace(batches[0], filler=True)]
+
+    def keep_weights(self, backend: FsdpBackend, name: str) -> None:
+        kept = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in backend.weights()}
+        if self.rank == 0:
+            save_file(kept, self.folder / f"{name}.safetensors")
+
+    def trained(self, name: str, backend: FsdpBackend, *, packed: bool = False) -> dict[str, Any]:
+        results = train(backend, [self.mine(step, packed=packed) for step in range(3)])
+        self.keep_weights(backend, name)
+        return results
+
+    def matrix(self) -> dict[str, Any]:
+        results = {}
+        for packed in (False, True):
+            for lora in (False, True):
+                name = f"{self.ranks}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
+                backend = self.build(packed=packed, lora=lora)
+                results[name] = self.trained(name, backend, packed=packed)
+                if packed:
+                    backend.export(self.folder / f"export-{name}")
+        return results
+
+    def variants(self) -> dict[str, Any]:
+        """Train with options and models that `matrix` does not vary."""
+        results = {}
+        shared_parts.COMPILER = "eager"
+        cases: dict[str, tuple[ShardingFlags, dict[str, Any]]] = {
+            "compiled": (ShardingFlags(deepcompile=True), {}),
+            "tied": (ShardingFlags(), {"model": "tied"}),
+            "experts": (ShardingFlags(), {"model": "mixtral", "with_aux_loss": True}),
+            "recomputed": (ShardingFlags(), {}),
+        }
+        for name, (sharding, kwargs) in cases.items():
+            network = load_network(self.folder / kwargs.pop("model", "llama"), **kwargs)
+            if name == "recomputed":
+                network.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            backend = FsdpBackend(network, SETTINGS, sharding, CPU, learning_rate=RATE)
+            results[name] = self.trained(name, backend)
+            backend.export(self.folder / f"export-{name}")
+        return results
+
+    def shards(self) -> dict[str, Any]:
+        """Return how much this rank holds between steps, after passes with and without gradients."""
+        backend = self.build()
+        backend.evaluate(self.mine(0), Sft())
+        train(backend, [self.mine(0)])
+        parameters = list(backend.network.parameters())
+        states = [tensor for tensor in backend.optimizer_states() if tensor.ndim]
+        return {
+            "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
+            "here": sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor)),
+            "whole": sum(parameter.numel() for parameter in parameters),
+            "moments": sum(state.numel() for state in states),
+        }
+
+    def uneven_chunks(self) -> dict[str, Any]:
+        """Train with targets that take several chunks of the head on one rank, and a single chunk on the other."""
+        long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
+        return train(self.build(packed=True), [[long if self.rank == 0 else short]] * 2)
+
+    def uneven_rounds(self) -> list[float]:
+        """Score with a sharded model when a token budget gives the ranks different numbers of micro-batches."""
+        teacher = FsdpFrozen(load_network(self.folder / "teacher", packed=True), ShardingFlags(), CPU)
+        return step_scorer(teacher).score_rows(judged_rows(self.rank)).tolist()
+
+    def half(self) -> dict[str, Any]:
+        """Train in bf16: masters and sums of gradients in fp32, exports in bf16."""
+        network = load_network(self.folder / "llama").to(torch.bfloat16)
+        backend = FsdpBackend(network, SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
+        backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
+        norm = backend.optim_step(1.0)
+        return {
+            "norm": norm,
+            "masters": sorted({str(parameter.dtype) for parameter in network.parameters()}),
+            "sent": sorted({str(tensor.dtype) for _, tensor in backend.weights()}),
+            "exported": sorted({str(tensor.dtype) for _, tensor in backend.exported()}),
+        }
+
+    def loss_scale(self) -> dict[str, Any]:
+        """Train in fp16 with a loss scale that overflows at first."""
+        network = load_network(self.folder / "llama").to(torch.float16)
+        backend = FsdpBackend(network, OptimizerFlags(), ShardingFlags(), CPU, learning_rate=1e-4)
+        assert backend.loss_scale is not None
+        backend.loss_scale.value = 2.0**24
+        norms = []
+        for _ in range(12):
+            backend.forward_backward(self.mine(0), Sft())
+            norms.append(backend.optim_step(1.0))
+        return {"norms": norms, **backend.loss_scaling(), "steps": backend.steps_taken()}
+
+    def frozen(self) -> dict[str, Any]:
+        """Compute log-probs of a sharded teacher, and distil through its head."""
+        teacher = FsdpFrozen(load_network(self.folder / "teacher"), ShardingFlags(), CPU)
+        batch = make_batch((9, 5), 3, packed=False)
+        look = teacher.forward(batch, LogProbs).log_probs.tolist()
+        backend = self.build()
+        distilled = train(backend, [self.mine(step) for step in range(3)], Distil(teacher))
+        metrics = backend.evaluate(self.mine(0), Sft())["gpt_loss"]
+        return {
+            "look": look,
+            "distilled": distilled,
+            "evaluated": [metrics.total.item(), metrics.count.item()],
+            "forward": backend.forward(batch, LogProbs).log_probs.tolist(),
+        }
+
+    def forgotten(self) -> str:
+        """Return the error about a layer that nothing uses."""
+        network = load_network(self.folder / "llama")
+        network.decoder.model.layers[1].extra = torch.nn.Linear(3, 3, bias=False)
+        backend = FsdpBackend(network, SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
+        try:
+            train(backend, [self.mine(step) for step in range(3)])
+        except BackendError as error:
+            return error.message
+        return ""
+
+    def ring(self) -> dict[str, Any]:
+        """Train with both processes on the same packed rows."""
+        backend = self.build(sharding=ShardingFlags(ring_attn_size=2), packed=True)
+        results = train(backend, [step_batches(step, packed=True) for step in range(3)])
+        self.keep_weights(backend, "ring")
+        return results
+
+    def save(self) -> dict[str, Any]:
+        """Train a step, save, and train the others, which saving must not disturb."""
+        results = {}
+        for lora in (False, True):
+            kind = "lora" if lora else "full"
+            backend = self.build(lora=lora)
+            before = train(backend, [self.mine(0)])
+            backend.save(self.folder / f"checkpoint-{kind}")
+            after = train(backend, [self.mine(step) for step in (1, 2)], first=1)
+            results[kind] = {key: before[key] + after[key] for key in before}
+        return results
+
+    def resume(self) -> dict[str, Any]:
+        """Continue the runs that four processes saved."""
+        results = {}
+        for lora in (False, True):
+            kind = "lora" if lora else "full"
+            backend = self.build(lora=lora)
+            backend.load(self.folder / f"checkpoint-{kind}")
+            results[kind] = train(backend, [self.mine(step) for step in (1, 2)], first=1)
+            results[kind]["steps"] = backend.steps_taken()
+            self.keep_weights(backend, f"resumed-{kind}")
+        return results
+
+    def refused(self) -> list[str]:
+        """Return the errors of loading a checkpoint that is missing, or of another model."""
+        messages = []
+        for model, name in (("llama", "nowhere"), ("tied", "checkpoint-full")):
+            try:
+                self.build(model).load(self.folder / name)
+            except BackendError as error:
+                messages.append(error.message)
+        return messages
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    start_processes(CPU)
+    worker = Worker(folder)
+    parts = [worker.matrix, worker.shards]
+    if worker.ranks == 4:
+        parts += [worker.save]
+    else:
+        parts += [worker.variants, worker.uneven_chunks, worker.uneven_rounds, worker.half, worker.loss_scale]
+        parts += [worker.frozen, worker.forgotten, worker.ring, worker.resume, worker.refused]
+    results = {part.__name__: part() for part in parts}
+    (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
