@@ -64,7 +64,6 @@ TRAINING: Rules = (
 )
 SHARDING: Rules = (
     sharding.local_backend_is_one_process,
-    sharding.fsdp_shards_whole_rows,
     sharding.muon_trains_whole_matrices,
     sharding.overlapping_needs_sharded_gradients,
     sharding.offloading_needs_a_sharded_optimizer,
@@ -113,6 +112,7 @@ RL: Rules = (
     placement.engines_on_one_gpu_are_whole,
     placement.sleep_needs_colocation,
     sharding.sleeping_needs_movable_gradients,
+    sharding.sharded_policies_have_other_engines,
     placement.async_engines_have_their_own_devices,
     rl.partial_rollout_needs_async,
     rl.empty_queue_is_synchronous,

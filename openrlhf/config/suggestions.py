@@ -80,7 +80,8 @@ SUGGESTIONS = (
     Suggestion("max_grad_norm grad_clip clip_grad gradient_clipping", "max_norm"),
     Suggestion("adam_beta1 adam_beta2 betas", "adam_betas", "both values, such as --adam_betas 0.9 0.95"),
     Suggestion("adam_epsilon eps", "adam_eps"),
-    Suggestion("deepspeed deepspeed_config fsdp", "zero_stage", "0 to 3; there is no configuration file"),
+    Suggestion("deepspeed deepspeed_config", "zero_stage", "0 to 3; there is no configuration file"),
+    Suggestion("fsdp fsdp_config", "backend", "such as --backend fsdp"),
     Suggestion("activation_checkpointing enable_gradient_checkpointing", "gradient_checkpointing"),
     Suggestion("offload cpu_offload optimizer_offload", "adam_offload"),
     # Output.

@@ -302,8 +302,27 @@ REFUSED = [  # rule, command, added flags, parts of the message
                 "--load_in_4bit|Try: --zero_stage 2",
             ),
             ("compiled_layers_are_not_sharded", "--deepcompile --zero_stage 3", "--deepcompile|--zero_stage 2"),
+            ("local_backend_is_one_process", "--backend local", "--backend local|2 processes|Try: --backend fsdp"),
+            ("muon_trains_whole_matrices", "--backend fsdp --optim muon", "--optim muon|FSDP|Try: --optim adam"),
+            (
+                "tensor_parallelism_splits_plain_layers",
+                "--backend fsdp --ds_tensor_parallel_size 2",
+                "--ds_tensor_parallel_size 2 is a feature of DeepSpeed|--backend deepspeed",
+            ),
+            (
+                "four_bit_weights_are_not_sharded",
+                "--backend fsdp --load_in_4bit --lora_rank 4",
+                "--load_in_4bit|--backend fsdp cannot shard|Try: --backend deepspeed",
+            ),
         )
     ),
+    (
+        "local_backend_is_one_process",
+        "train_sft",
+        "--backend local --load_checkpoint --use_ds_universal_ckpt",
+        "--use_ds_universal_ckpt|--backend is local|Try: --backend deepspeed",
+    ),
+    ("sharded_policies_have_other_engines", "train_ppo", "--backend fsdp", "--backend fsdp|Try: --runtime ray"),
     ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
     (
         "numbers_are_in_range",
@@ -718,6 +737,11 @@ def test_rules_of_deepspeed_apply_to_several_processes_only(run, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match="--optim muon"):
         run("train_sft", f"{added} --load_checkpoint --use_ds_universal_ckpt")
+
+
+def test_rules_of_deepspeed_do_not_apply_to_fsdp(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("train_sft", "--backend fsdp --deepcompile --adam_offload --param_dtype fp16")[1] == []
 
 
 @pytest.mark.parametrize("added", ["--grad_accum_dtype bf16", "--param_dtype fp32", "--device cpu"])

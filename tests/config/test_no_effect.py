@@ -85,6 +85,7 @@ SAID = {  # command and flags -> the line
     "interactive_chat --greedy_sampling --top_p 0.5": "--top_p 0.5 has no effect with --greedy_sampling",
 }
 QUIET = [  # the same flags in runs in which they have an effect
+    "train_sft --backend deepspeed --zero_stage 3",
     "train_sft --use_ds_universal_ckpt --zero_stage 2",
     "train_ppo_ray --runtime ray --zero_stage 2",
     "train_ppo_ray --ref_num_gpus_per_node 4 --init_kl_coef 0",  # which decides for Ray
@@ -120,6 +121,12 @@ def test_a_flag_that_acts_is_not_named(asked, workspace):
 def test_sharding_acts_under_a_launcher(workspace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said("train_sft", "--zero_stage 3 --zpg 2 --overlap_comm --train_batch_size 16") == []
+    assert said("train_sft", "--backend fsdp --zero_stage 3 --zpg 2 --overlap_comm --grad_accum_dtype fp32") == [
+        "--zero_stage 3 and --zpg 2 have no effect with --backend fsdp, which shards weights, gradients and optimizer "
+        "states over all devices",
+        "--overlap_comm has no effect with --backend fsdp, which always overlaps",
+        "--grad_accum_dtype fp32 has no effect with --backend fsdp, which sums gradients in fp32",
+    ]
 
 
 def test_without_a_command_line_flags_that_are_not_defaults_are_named(workspace):

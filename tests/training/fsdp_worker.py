@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import LogProbs
+from openrlhf.models.load import recompute_activations
 from openrlhf.training import backend as shared_parts
 from openrlhf.training.fsdp import FsdpBackend, FsdpFrozen
 from openrlhf.training.processes import start_processes
@@ -40,7 +41,7 @@ from tests.training.deepspeed_cases import (
 )
 
 CPU = torch.device("cpu")
-MANY = 384  # micro-batches
+SEVERAL = 8  # micro-batches
 
 
 class Worker:
@@ -83,21 +84,29 @@ class Worker:
     def variants(self) -> dict[str, Any]:
         """Train with options and models that `matrix` does not vary."""
         results = {}
-        shared_parts.COMPILER = "eager"
-        cases: dict[str, tuple[ShardingFlags, dict[str, Any]]] = {
-            "compiled": (ShardingFlags(deepcompile=True), {}),
-            "tied": (ShardingFlags(), {"model": "tied"}),
-            "experts": (ShardingFlags(), {"model": "mixtral", "with_aux_loss": True}),
-            "recomputed": (ShardingFlags(), {}),
+        cases: dict[str, dict[str, Any]] = {
+            "tied": {"model": "tied"},
+            "experts": {"model": "mixtral", "with_aux_loss": True},
+            "recomputed": {},
+            "reentrant": {},
         }
-        for name, (sharding, kwargs) in cases.items():
+        for name, kwargs in cases.items():
             network = load_network(self.folder / kwargs.pop("model", "llama"), **kwargs)
-            if name == "recomputed":
-                network.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            backend = FsdpBackend(network, SETTINGS, sharding, CPU, learning_rate=RATE)
+            if name in ("recomputed", "reentrant"):
+                recompute_activations(network.model, reentrant=name == "reentrant")
+            backend = FsdpBackend(network, SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
             results[name] = self.trained(name, backend)
             backend.export(self.folder / f"export-{name}")
         return results
+
+    def compiled(self) -> dict[str, Any]:
+        """Train a compiled layer for one step; tracing takes seconds for each layer."""
+        shared_parts.COMPILER = "eager"
+        backend = self.build("shallow", ShardingFlags(deepcompile=True))
+        backend.unchecked_steps = 0  # a pass without gradients would be traced again
+        layers = shared_parts.decoder_layers(backend.network)
+        results = train(backend, [self.mine(0)])
+        return results | {"compiled": all(layer._compiled_call_impl is not None for layer in layers)}
 
     def shards(self) -> dict[str, Any]:
         """Return how much this rank holds between steps, after passes with and without gradients."""
@@ -127,10 +136,11 @@ class Worker:
         """Train in bf16: masters and sums of gradients in fp32, exports in bf16."""
         network = load_network(self.folder / "llama").to(torch.bfloat16)
         backend = FsdpBackend(network, SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
-        backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
-        norm = backend.optim_step(1.0)
+        backend.forward_backward([make_batch((4,), 1, packed=False)] * SEVERAL, Sft())
+        sums = sorted({str(parameter.grad.dtype) for parameter in network.parameters() if parameter.grad is not None})
         return {
-            "norm": norm,
+            "norm": backend.optim_step(1.0),
+            "sums": sums,
             "masters": sorted({str(parameter.dtype) for parameter in network.parameters()}),
             "sent": sorted({str(tensor.dtype) for _, tensor in backend.weights()}),
             "exported": sorted({str(tensor.dtype) for _, tensor in backend.exported()}),
@@ -224,7 +234,14 @@ def main() -> None:
     if worker.ranks == 4:
         parts += [worker.save]
     else:
-        parts += [worker.variants, worker.uneven_chunks, worker.uneven_rounds, worker.half, worker.loss_scale]
+        parts += [
+            worker.variants,
+            worker.compiled,
+            worker.uneven_chunks,
+            worker.uneven_rounds,
+            worker.half,
+            worker.loss_scale,
+        ]
         parts += [worker.frozen, worker.forgotten, worker.ring, worker.resume, worker.refused]
     results = {part.__name__: part() for part in parts}
     (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))

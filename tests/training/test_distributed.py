@@ -1,4 +1,4 @@
-"""Commands under a launcher: two processes with DeepSpeed train like one process."""
+"""Commands under a launcher: two processes with DeepSpeed or FSDP train like one process."""
 
 import json
 import os
@@ -26,6 +26,7 @@ COMMANDS = {
     "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(19), verdicts(6, seed=1)),
     "rm": ("train_rm", PAIRS, pairs(19), pairs(5, seed=1)),
     "prm": ("train_prm", STEPS | {"eval_split": "train"}, steps(19), steps(5, seed=1)),
+    "kd": ("train_kd", ANSWERS | {"eval_split": "train"}, answers(19), answers(5, seed=1)),
 }
 CASES = [
     (kind, stage, packed, lora)
@@ -34,6 +35,14 @@ CASES = [
     for packed in (False, True)
     for lora in (False, True)
 ] + [("kto", 3, True, False), ("rm", 3, False, False)]
+FSDP = "fsdp"  # in place of a ZeRO stage
+CASES += [("sft", FSDP, True, False), ("dpo", FSDP, False, False), ("dpo", FSDP, True, True), ("rm", FSDP, True, False)]
+CASES += [
+    ("rm", FSDP, False, True),
+    ("kto", FSDP, False, False),
+    ("prm", FSDP, True, False),
+    ("kd", FSDP, False, False),
+]
 # Ring attention: two processes share each packed row, and the result must still be that of one process.
 RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
 RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
@@ -42,7 +51,8 @@ TENSOR_PARALLEL = "tensor-parallel"  # SFT in which two processes share every ma
 
 def case_id(case):
     kind, stage, packed, lora = case
-    return f"{kind}-zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
+    sharded = stage if stage == FSDP else f"zero{stage}"
+    return f"{kind}-{sharded}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
 
 
 def flags_of(case, root, name):
@@ -51,7 +61,9 @@ def flags_of(case, root, name):
     folder = root / f"data_{kind}"
     folder.mkdir(exist_ok=True)
     paths = {"pretrain": str(root / "model"), "save_path": str(root / name), "ckpt_path": str(root / f"{name}_ckpt")}
-    chosen = {"zero_stage": stage, "lora_rank": 4 if lora else 0} | ({"packing_samples": True} if packed else {})
+    chosen = {"lora_rank": 4 if lora else 0} | ({"packing_samples": True} if packed else {})
+    chosen |= {"backend": stage} if stage == FSDP else {"zero_stage": stage}
+    chosen |= {"teacher_model": str(root / "model")} if kind == "kd" else {}
     return FAST | SHAPE | dataset_flags(folder, rows, held_out) | paths | flags | chosen
 
 
@@ -91,7 +103,7 @@ def assert_equal_metrics(found, expected, tolerance):
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_two_processes_train_like_one(case, trained_by_two, root):
-    flags = flags_of(case, root, f"{case_id(case)}-alone")
+    flags = flags_of(case, root, f"{case_id(case)}-alone") | {"backend": "local"}
     run_command(COMMANDS[case[0]][0], flags)
     one, two = (FinishedRun(root / name, root) for name in (f"{case_id(case)}-alone", case_id(case)))
     assert_equal_metrics(two, one, 1e-5)

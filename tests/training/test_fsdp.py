@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp")
     make_model(root / "llama")
     make_model(root / "tied", tie_word_embeddings=True)
+    make_model(root / "shallow", num_hidden_layers=1)
     make_model(root / "mixtral", "mixtral")
     make_model(root / "teacher", seed=3)
     for ranks in (4, 2):  # the second launch resumes from the checkpoints of the first
@@ -107,7 +108,7 @@ def test_several_ranks_train_like_one_process(
     assert_same_weights(folder / f"{name}.safetensors", backend)
 
 
-@pytest.mark.parametrize("name", ["compiled", "tied", "experts", "recomputed"])
+@pytest.mark.parametrize("name", ["tied", "experts", "recomputed", "reentrant"])
 def test_options_and_models_do_not_change_the_training(
     name: str, folder: Path, results: dict[int, Any], local: Local
 ) -> None:
@@ -115,6 +116,14 @@ def test_options_and_models_do_not_change_the_training(
     backend, expected = local(**kwargs)
     assert_same_training([rank["variants"][name] for rank in results[2]], expected)
     assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+def test_compiled_layers_train_like_others(folder: Path, results: dict[int, Any]) -> None:
+    backend = LocalBackend(load_network(folder / "shallow"), SETTINGS, CPU, learning_rate=RATE)
+    expected = train(backend, [step_batches(0, packed=False)])
+    found = [rank["compiled"] for rank in results[2]]
+    assert all(one.pop("compiled") for one in found)
+    assert_same_training(found, expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -150,7 +159,7 @@ def test_bf16_has_fp32_masters_and_sums(folder: Path, results: dict[int, Any]) -
     norm = backend.optim_step(1.0)
     for rank in results[2]:
         assert rank["half"].pop("norm") == pytest.approx(norm, rel=0.01)
-        expected = {"masters": "float32", "sent": "bfloat16", "exported": "bfloat16"}
+        expected = {"masters": "float32", "sums": "float32", "sent": "bfloat16", "exported": "bfloat16"}
         assert rank["half"] == {name: [f"torch.{dtype}"] for name, dtype in expected.items()}
 
 

@@ -41,47 +41,30 @@ def local_backend_is_one_process(config: TrainingConfig) -> None:
         )
 
 
-def fsdp_shards_whole_rows(config: TrainingConfig) -> None:
-    """Reject what FSDP does not support: a shard is a range of rows, and only full passes gather them."""
-    sharding = config.sharding
-    if sharding.backend != "fsdp":
-        return
-    if isinstance(config, RLConfig) and resolve_runtime(config) == "local":
+def sharded_policies_have_other_engines(config: RLConfig) -> None:
+    """Reject FSDP in a local run, in which the engine generates with the policy's own weights."""
+    if config.sharding.backend == "fsdp" and resolve_runtime(config) == "local":
         raise ConfigError(
-            "--backend fsdp shards the policy, but with --runtime local the engine generates with its weights",
+            "--backend fsdp shards the weights of the policy, but a local run generates with them",
             try_this="--runtime ray, or --backend auto",
-        )
-    flags = config.optimizer
-    own = flags.critic_optim if isinstance(flags, PolicyOptimizerFlags) else None
-    if "muon" in (flags.optim, own):
-        flag = "--optim" if flags.optim == "muon" else "--critic_optim"
-        raise ConfigError(
-            f"{flag} muon needs whole matrices, and --backend fsdp keeps a part of each in every process",
-            try_this=f"{flag} adam",
-        )
-    if config.model.load_in_4bit:
-        raise ConfigError(
-            "--load_in_4bit packs weights into blocks that --backend fsdp cannot shard", try_this="--backend deepspeed"
-        )
-    if sharding.ds_tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--ds_tensor_parallel_size {sharding.ds_tensor_parallel_size} is DeepSpeed's, but --backend is fsdp",
-            try_this="--backend deepspeed",
         )
 
 
 def muon_trains_whole_matrices(config: TrainingConfig) -> None:
-    """Reject Muon under DeepSpeed, which splits the matrices that Muon must orthogonalise as a whole."""
+    """Reject Muon under DeepSpeed and FSDP, which split the matrices that Muon must orthogonalise as a whole."""
     flags = config.optimizer
     own = flags.critic_optim if isinstance(flags, PolicyOptimizerFlags) else None
-    for name in deepspeed_processes(config):
+    for name, count in model_processes(config).items():
         flag = "--critic_optim" if name == "critic" and own else "--optim"
-        if (own if flag == "--critic_optim" else flags.optim) == "muon":
-            raise ConfigError(
-                f"{flag} muon needs whole matrices and runs in one process only; DeepSpeed's Muon supports neither "
-                "--muon_ns_steps nor --muon_nesterov",
-                try_this=f"{flag} adam",
-            )
+        backend = backend_of(config, count)
+        if backend == "local" or (own if flag == "--critic_optim" else flags.optim) != "muon":
+            continue
+        why = "DeepSpeed's Muon supports neither --muon_ns_steps nor --muon_nesterov"
+        raise ConfigError(
+            f"{flag} muon needs whole matrices and runs in one process only; "
+            f"{why if backend == 'deepspeed' else 'FSDP splits them'}",
+            try_this=f"{flag} adam",
+        )
 
 
 def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
@@ -166,6 +149,11 @@ def fp16_needs_a_loss_scale(config: TrainingConfig) -> None:
 def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
     """Reject LoRA with tensor parallelism: DeepSpeed does not recognise linear layers that LoRA has wrapped."""
     size = config.sharding.ds_tensor_parallel_size
+    if size > 1 and config.sharding.backend == "fsdp":
+        raise ConfigError(
+            f"--ds_tensor_parallel_size {size} is a feature of DeepSpeed, but --backend is fsdp",
+            try_this="--backend deepspeed, or --ds_tensor_parallel_size 1",
+        )
     if size > 1 and config.lora.lora_rank > 0:
         raise ConfigError(
             f"--ds_tensor_parallel_size {size} cannot split the layers that LoRA wraps: expected --lora_rank 0, "
@@ -175,7 +163,11 @@ def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
 
 
 def four_bit_weights_are_not_sharded(config: TrainingConfig) -> None:
-    """Reject 4-bit weights at stage 3: they are packed into blocks that ZeRO-3 cannot shard."""
+    """Reject 4-bit weights at stage 3 and under FSDP: they are packed into blocks that cannot be sharded."""
+    if config.model.load_in_4bit and config.sharding.backend == "fsdp":
+        raise ConfigError(
+            "--load_in_4bit packs weights into blocks that --backend fsdp cannot shard", try_this="--backend deepspeed"
+        )
     if config.model.load_in_4bit and config.sharding.zero_stage == 3 and deepspeed_processes(config, frozen=True):
         raise ConfigError(
             "--load_in_4bit packs weights into blocks that --zero_stage 3 cannot shard", try_this="--zero_stage 2"
