@@ -13,6 +13,7 @@ Checkpoints with missing weights, which Transformers would initialise at random,
 
 import re
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.data.hub import hub_failure, model_is_cached
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
+from openrlhf.models.deferred import load_shell
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
@@ -84,10 +86,15 @@ def known_positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_causal_lm(name: str, loading: LoadingFlags, *, device: torch.device, packing: bool) -> PreTrainedModel:
-    """Load a decoder with its vocabulary head on the CPU (if quantised, on the device); the backend moves it."""
+def load_causal_lm(
+    name: str, loading: LoadingFlags, *, device: torch.device, packing: bool, defer: bool = False
+) -> PreTrainedModel:
+    """Load a decoder with its vocabulary head on the CPU (if quantised, on the device); the backend moves it.
+
+    With `defer`, the weights are left in their files if possible; the backend must read them (`deferred.py`).
+    """
     config = read_config(name, loading)
-    model, missing = _from_pretrained(AutoModelForCausalLM, config, name, loading, device, packing)
+    model, missing = _from_pretrained(AutoModelForCausalLM, config, name, loading, device, packing, defer=defer)
     _reject_missing(name, missing, "a language model; a model that train_rm saved has no vocabulary head")
     return model
 
@@ -196,6 +203,8 @@ def _from_pretrained(
     loading: LoadingFlags,
     device: torch.device,
     packing: bool,
+    *,
+    defer: bool = False,
     **more: Any,
 ) -> tuple[PreTrainedModel, Collection[str]]:
     """Load a model with the precision, attention and kernels that the flags request.
@@ -220,7 +229,12 @@ def _from_pretrained(
         )
         options["device_map"] = {"": device}
     try:
-        model, report = auto_class.from_pretrained(**_source(name, loading), output_loading_info=True, **options)
+        source = _source(name, loading)
+        load = partial(auto_class.from_pretrained, **source, output_loading_info=True, **options)
+        shell = load_shell(load, source) if defer else None
+        if defer and shell is None:
+            say(f"{name} is loaded as a whole in each process, because its files differ from the model in memory")
+        model, report = shell or load()
     except KeyError as error:  # some classes have their own table of attention implementations
         raise ConfigError(
             f"cannot load the model {name}: it has no attention implementation {error}",

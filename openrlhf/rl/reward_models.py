@@ -33,7 +33,7 @@ from openrlhf.rl.workers import ModelRewards
 from openrlhf.training.backend import Frozen
 from openrlhf.training.build import make_frozen
 from openrlhf.training.local import LocalFrozen
-from openrlhf.training.processes import loading
+from openrlhf.training.processes import loading, training_backend
 from openrlhf.types import StepRewards, TokenRow, Trajectory
 
 Row = NDArray[np.int32]  # token ids of one sequence
@@ -71,8 +71,9 @@ def load_reward_model(
     saved, packing = read_config(name, flags).to_dict(), batching.layout.packing
     if "placeholder_token" in saved:  # written by train_prm
         check_fast(texts.own)
+        defer = run is not None and training_backend(run) == "fsdp"
         with nullcontext() if run is None else loading(run, device):
-            model = load_causal_lm(name, flags, device=device, packing=packing)
+            model = load_causal_lm(name, flags, device=device, packing=packing, defer=defer)
         return ProcessRewardModel(
             freeze(model),
             texts,

@@ -121,9 +121,10 @@ def build(
 
 
 def load_language_model(config: TrainingConfig, name: str, device: torch.device) -> PreTrainedModel:
-    """Load a causal language model; under ZeRO-3, each process keeps only its shard."""
+    """Load a causal language model; under ZeRO-3 and FSDP, each process keeps only its shard."""
+    packing, defer = config.batches.packing_samples, training_backend(config) == "fsdp"
     with loading(config, device):
-        return load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
+        return load_causal_lm(name, config.model, device=device, packing=packing, defer=defer)
 
 
 def make_network(config: TrainingConfig, model: PreTrainedModel, *, scalar: bool) -> Network:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from openrlhf.errors import ConfigError
+from openrlhf.models.deferred import deferred_weights
 from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import Gather, Unshard
 from openrlhf.training.audit import ONE_EXPERT
@@ -46,14 +47,20 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     host = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
-    head = network.decoder.get_output_embeddings() if keep_head else None
-    kept = set() if head is None else set(head.to(device).parameters())
     root = TensorModule(network)
+    files = deferred_weights(network.decoder)
+    head = network.decoder.get_output_embeddings() if keep_head else None
+    kept: set[nn.Parameter] = set()
+    if head is not None:
+        files.fill(head.parameters())
+        kept = set(head.to(device).parameters())
     for module in (*decoder_layers(network), root):
+        files.fill(module.parameters())
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=host, ignored_params=kept)
+    files.must_be_used_up()
     has_experts = any(ONE_EXPERT.search(name) for name, _ in network.named_parameters())
     if has_experts and not hasattr(root, "set_reduce_scatter_unused_params"):
         raise ConfigError(

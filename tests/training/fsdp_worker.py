@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from openrlhf.config.sections.model import ModelFlags
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError
-from openrlhf.models.forward import LogProbs
-from openrlhf.models.load import recompute_activations
+from openrlhf.models.forward import LogProbs, Network
+from openrlhf.models.load import load_causal_lm, recompute_activations
 from openrlhf.training import backend as shared_parts
 from openrlhf.training.fsdp import FsdpBackend, FsdpFrozen
 from openrlhf.training.processes import start_processes
@@ -121,6 +122,18 @@ class Worker:
             "whole": sum(parameter.numel() for parameter in parameters),
             "moments": sum(state.numel() for state in states),
         }
+
+    def deferred(self) -> dict[str, Any]:
+        """Train models whose weights are read layer by layer while they are sharded, also a frozen one."""
+        results = {}
+        for model in ("llama", "tied"):
+            backend = FsdpBackend(self.shell(model), SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
+            results[model] = self.trained(f"deferred-{model}", backend)
+        teacher = FsdpFrozen(self.shell("teacher"), ShardingFlags(), CPU)
+        return results | {"look": teacher.forward(make_batch((9, 5), 3, packed=False), LogProbs).log_probs.tolist()}
+
+    def shell(self, model: str) -> Network:
+        return Network(load_causal_lm(str(self.folder / model), ModelFlags(), device=CPU, packing=False, defer=True))
 
     def uneven_chunks(self) -> dict[str, Any]:
         """Train with targets that take several chunks of the head on one rank, and a single chunk on the other."""
@@ -234,14 +247,8 @@ def main() -> None:
     if worker.ranks == 4:
         parts += [worker.save]
     else:
-        parts += [
-            worker.variants,
-            worker.compiled,
-            worker.uneven_chunks,
-            worker.uneven_rounds,
-            worker.half,
-            worker.loss_scale,
-        ]
+        parts += [worker.variants, worker.compiled, worker.deferred, worker.uneven_chunks, worker.uneven_rounds]
+        parts += [worker.half, worker.loss_scale]
         parts += [worker.frozen, worker.forgotten, worker.ring, worker.resume, worker.refused]
     results = {part.__name__: part() for part in parts}
     (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))

@@ -136,6 +136,18 @@ def test_each_rank_holds_its_share(ranks: int, results: dict[int, Any]) -> None:
         assert one["here"] < 1.1 * one["whole"] / ranks
 
 
+@pytest.mark.parametrize("model", ["llama", "tied"])
+def test_weights_that_are_read_layer_by_layer_train_like_others(
+    model: str, folder: Path, results: dict[int, Any], local: Local
+) -> None:
+    backend, expected = local(model)
+    assert_same_training([rank["deferred"][model] for rank in results[2]], expected)
+    assert_same_weights(folder / f"deferred-{model}.safetensors", backend)
+    look = LocalFrozen(load_network(folder / "teacher"), CPU).forward(make_batch((9, 5), 3, packed=False), LogProbs)
+    for rank in results[2]:
+        assert_close(torch.tensor(rank["deferred"]["look"]), look.log_probs, rtol=0.0, atol=1e-5)
+
+
 def test_ranks_may_have_different_numbers_of_head_chunks(folder: Path, results: dict[int, Any]) -> None:
     long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
     backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU, learning_rate=RATE)

@@ -1,0 +1,135 @@
+"""Models whose weights are read later, layer by layer, so that no process holds a whole model.
+
+`load_shell` builds a model whose parameters have shapes but almost no memory: each is one number that is expanded to
+the full shape. Adapters can be added to it as to any model. The backend that shards the model then calls
+`WeightFiles.fill` for the parameters of each layer, right before it keeps a part of them:
+
+    load_shell  ->  model without weights, WeightFiles  ->  for each layer: fill, shard
+
+Tensors are mapped from files, so only the rows that a process keeps take memory. A model whose tensors differ from
+those in its files, as experts do that Transformers fuses while loading, cannot be loaded this way.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from openrlhf.errors import BackendError
+
+ATTRIBUTE = "deferred_weights"  # of a model that `load_shell` returned
+Loaded: TypeAlias = tuple[PreTrainedModel, dict[str, Any]]  # a model, and the loading report of Transformers
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of a model's weights, and the parameters that are still to be filled from them."""
+
+    files: dict[str, Path]  # by name of the tensor
+    names: dict[nn.Parameter, str]
+
+    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters their weights; those of other origin, such as adapters, already have theirs."""
+        for parameter in parameters:
+            if parameter in self.names:
+                name = self.names.pop(parameter)
+                parameter.data = read_tensor(self.files[name], name).to(parameter.dtype)
+
+    def must_be_used_up(self) -> None:
+        """Raise if a parameter has been replaced before it was filled."""
+        if self.names:
+            raise BackendError(f"{len(self.names)} parameters were not loaded, such as {min(self.names.values())}")
+
+
+def load_shell(load: Callable[..., Loaded], source: dict[str, Any]) -> Loaded | None:
+    """Return what `load` returns, but with a model without weights; None if that is not possible.
+
+    `load` is `from_pretrained` with all its arguments, and `source` those of them that say where the model is.
+    """
+    files = weight_files(source)
+    if files is None:
+        return None
+    model, report = load(device_map="meta")
+    named = dict(model.named_parameters())  # without the second names of tied weights
+    buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if report["missing_keys"] or not files.keys() >= {*named, *buffers}:
+        return None
+    if any(_saved_shape(files[name], name) != tuple(parameter.shape) for name, parameter in named.items()):
+        return None
+    empty = {parameter: _placeholder(parameter) for parameter in named.values()}
+    for module in model.modules():
+        module._parameters.update(
+            {name: empty[parameter] for name, parameter in module._parameters.items() if parameter is not None}
+        )
+    _make_buffers(model, files)
+    vars(model)[ATTRIBUTE] = WeightFiles(files, {empty[parameter]: name for name, parameter in named.items()})
+    return model, report
+
+
+def deferred_weights(model: nn.Module) -> WeightFiles:
+    """Return the weights that a model still lacks; empty for a model that was loaded whole."""
+    return vars(model).get(ATTRIBUTE) or WeightFiles({}, {})
+
+
+def weight_files(source: dict[str, Any]) -> dict[str, Path] | None:
+    """Return the safetensors file of each tensor of a model; None if the model has other files."""
+    where = {name: value for name, value in source.items() if name in ("revision", "local_files_only")}
+
+    def find(name: str) -> Path | None:
+        found = cached_file(
+            source["pretrained_model_name_or_path"], name, _raise_exceptions_for_missing_entries=False, **where
+        )
+        return None if found is None else Path(found)
+
+    single = find(SAFE_WEIGHTS_NAME)
+    if single is not None:
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return None
+    parts: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    paths = {part: find(part) for part in set(parts.values())}
+    return {name: path for name, part in parts.items() if (path := paths[part]) is not None}
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Return a tensor of a file, mapped rather than read."""
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def _saved_shape(path: Path, name: str) -> tuple[int, ...]:
+    with safe_open(path, "pt") as file:
+        return tuple(file.get_slice(name).get_shape())
+
+
+def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape that takes the memory of one number.
+
+    A parameter on the meta device would do, but adapters are created on the device of the weight that they adapt.
+    """
+    empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _make_buffers(model: PreTrainedModel, files: dict[str, Path]) -> None:
+    """Give the buffers of a model on the meta device their values: from its files, or as its class computes them."""
+    from accelerate import init_empty_weights
+
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        computed: Any = type(model)(copy.deepcopy(model.config))
+    for name, _ in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        value = read_tensor(files[name], name) if name in files else computed.get_buffer(name)
+        model.get_submodule(owner)._buffers[attribute] = value
