@@ -7,8 +7,10 @@
     objectives, rl_objectives      apply the losses of `algo` to the outputs of a network
     backend                        TrainBackend and Objective, the interface between loop, objective and hardware
       local, optim                 one process: fp32 master weights, Adam and Muon, loss scale
-      deepspeed*, ring_groups      several processes: ZeRO, tensor parallelism, rings
-      audit, host_memory           for both: check that all parameters learn; offload tensors during sleep
+      distributed, ring_groups     several processes: collective operations, rings
+      deepspeed*                   ZeRO, tensor parallelism
+      fsdp*                        PyTorch's FSDP2
+      audit, host_memory           for all: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL
       folder_lock                  locks that allow one run per folder
       atomic_folder, checkpoint    folders that appear complete; the checkpoints among them

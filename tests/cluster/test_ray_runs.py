@@ -203,6 +203,19 @@ def test_tensor_parallel_ranks_train_and_generate_like_one_process(run_on_ray, r
     assert distance(weights(split.ckpt_path / "global_step1_hf"), weights(split.save_path)) > 1e-3
 
 
+def test_fsdp_ranks_train_and_generate_like_one_process(run_on_ray, run_locally):
+    """Policy, reference and critic are sharded over two ranks; a single process replays their samples."""
+    flags = {"advantage_estimator": "gae", "init_kl_coef": 0.01, "train_batch_size": 16, "save_steps": 1}
+    flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "save_value_network": True, "adam_eps": 1e-5}
+    two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic")}
+    sharded = run_on_ray("sharded", 2, colocate_all_models=True, backend="fsdp", **flags | two)
+    assert max_log_prob_difference(sharded) <= 1e-4  # the engines received complete weights, also after the first step
+    whole = run_locally("whole", 2, replay="./sharded/run/rollouts", **flags)
+    assert distance(weights(sharded.save_path), weights(whole.save_path)) <= 1e-5
+    assert sharded.train("critic_loss") == pytest.approx(whole.train("critic_loss"), abs=1e-5)
+    assert (sharded.ckpt_path / "global_step2" / "_critic" / "fsdp" / "rank1.safetensors").is_file()
+
+
 def test_the_hybrid_command_of_the_readme_trains_adapters(
     run_on_ray, tmp_path, model, reward_model, wandb_offline, monkeypatch
 ):

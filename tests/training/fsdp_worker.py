@@ -186,6 +186,15 @@ class Worker:
             "forward": backend.forward(batch, LogProbs).log_probs.tolist(),
         }
 
+    def moved(self) -> dict[str, Any]:
+        """Give the shards other memory between steps, as moving them to the host and back does."""
+        backend, parts = self.build(), []
+        for step in range(3):
+            backend.root.to(torch.float64).to(torch.float32)
+            parts.append(train(backend, [self.mine(step)], first=step))
+        self.keep_weights(backend, "moved")
+        return {key: [part[key][0] for part in parts] for key in parts[0]}
+
     def forgotten(self) -> str:
         """Return the error about a layer that nothing uses."""
         network = load_network(self.folder / "llama")
@@ -248,7 +257,7 @@ def main() -> None:
         parts += [worker.save]
     else:
         parts += [worker.variants, worker.compiled, worker.deferred, worker.uneven_chunks, worker.uneven_rounds]
-        parts += [worker.half, worker.loss_scale]
+        parts += [worker.half, worker.loss_scale, worker.moved]
         parts += [worker.frozen, worker.forgotten, worker.ring, worker.resume, worker.refused]
     results = {part.__name__: part() for part in parts}
     (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))

@@ -200,6 +200,12 @@ def test_a_sharded_teacher_gives_the_same_result_as_a_whole_one(folder: Path, re
         assert_close(torch.tensor(found["evaluated"]), torch.stack([evaluated.total, evaluated.count]).float())
 
 
+def test_moving_the_shards_between_steps_changes_nothing(folder: Path, results: dict[int, Any], local: Local) -> None:
+    backend, expected = local()
+    assert_same_training([rank["moved"] for rank in results[2]], expected)
+    assert_same_weights(folder / "moved.safetensors", backend)
+
+
 def test_the_audit_finds_a_parameter_without_gradient(results: dict[int, Any]) -> None:
     for rank in results[2]:
         expected = "1 of 22 trainable parameters (model.layers.1.extra.weight) received no gradient"
