@@ -116,7 +116,9 @@ def load_scalar_model(
         )
     config.num_labels = 1
     saved_prefix = config.to_dict().get("value_head_prefix", head_prefix)
-    renamed = {"key_mapping": {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}} if saved_prefix != SCALAR_HEAD else {}
+    renamed: dict[str, Any] = (
+        {"key_mapping": {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}} if saved_prefix != SCALAR_HEAD else {}
+    )
     # Silence warnings about the new or dropped head, which is intended; other missing weights are rejected below.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -86,7 +86,7 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         return checkpoint_weights(self.network, shards.gather_groups(self.root))
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        return saved_tensors(self.network, shards.gather_each(self.network.dtype))
+        return saved_tensors(self.network, shards.gather_each(self.network.dtype, self.device))
 
     def save(self, folder: Path) -> None:
         self.shards.link()

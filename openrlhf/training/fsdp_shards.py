@@ -107,14 +107,15 @@ def local_shard(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def gather_each(dtype: torch.dtype) -> Gather:
-    """Return a `Gather` that gathers each tensor when it is needed, in this precision."""
+def gather_each(dtype: torch.dtype, device: torch.device) -> Gather:
+    """Return a `Gather` that gathers each tensor when it is needed, in this precision and on this device."""
 
     def unshard(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        narrow: Any = tensor.detach().to(dtype)  # still a DTensor
-        return narrow.full_tensor()
+        shard = local_shard(tensor).to(device, dtype)
+        places = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+        return DTensor.from_local(shard, **places, shape=tensor.shape, stride=tensor.stride()).full_tensor()
 
     @contextmanager
     def gather(tensors: Sequence[Tensor]) -> Iterator[Unshard]:
