@@ -62,7 +62,8 @@ def load_shell(load: Callable[..., Loaded], source: dict[str, Any]) -> Loaded | 
     model, report = load(device_map="meta")
     named = dict(model.named_parameters())  # without the second names of tied weights
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    if report["missing_keys"] or not files.keys() >= {*named, *buffers}:
+    converted = vars(model).get("_weight_conversions")  # set by Transformers if loading renames or fuses tensors
+    if converted or report["missing_keys"] or not files.keys() >= {*named, *buffers}:
         return None
     if any(_saved_shape(files[name], name) != tuple(parameter.shape) for name, parameter in named.items()):
         return None
@@ -131,5 +132,5 @@ def _make_buffers(model: PreTrainedModel, files: dict[str, Path]) -> None:
         computed: Any = type(model)(copy.deepcopy(model.config))
     for name, _ in list(model.named_buffers()):
         owner, _, attribute = name.rpartition(".")
-        value = read_tensor(files[name], name) if name in files else computed.get_buffer(name)
+        value = read_tensor(files[name], name).clone() if name in files else computed.get_buffer(name)
         model.get_submodule(owner)._buffers[attribute] = value

@@ -8,8 +8,10 @@ holds a range of rows, its shard. The functions that gather are collective: all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +40,13 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
     memory between passes. `keep_head` keeps the vocabulary head whole, because distillation applies the head of a
     teacher outside the teacher's forward pass.
     """
+    has_experts = any(ONE_EXPERT.search(name) for name, _ in network.named_parameters())
+    if has_experts and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"--backend fsdp cannot train {type(network.decoder).__name__}, in which each expert is a module, with"
+            f" torch {torch.__version__}",
+            try_this="torch 2.13, or --backend deepspeed",
+        )
     network.computes_in = network.dtype
     half = network.dtype != torch.float32
     precision = MixedPrecisionPolicy(
@@ -53,21 +62,16 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
     kept: set[nn.Parameter] = set()
     if head is not None:
         files.fill(head.parameters())
-        kept = set(head.to(device).parameters())
-    for module in (*decoder_layers(network), root):
+        for parameter in head.parameters():
+            parameter.data = parameter.data.to(device, copy=True)  # a copy, because the file may change
+        kept = set(head.parameters())
+    for module in (*separate_layers(network), root):
         files.fill(module.parameters())
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=host, ignored_params=kept)
     files.must_be_used_up()
-    has_experts = any(ONE_EXPERT.search(name) for name, _ in network.named_parameters())
-    if has_experts and not hasattr(root, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            f"--backend fsdp cannot train {type(network.decoder).__name__}, in which each expert is a module, with"
-            f" torch {torch.__version__}",
-            try_this="torch 2.13, or --backend deepspeed",
-        )
     for group in groups_of(root):
         # Losses are divided by totals over all ranks, so gradients are added up, not averaged.
         group.set_gradient_divide_factor(1.0)
@@ -75,6 +79,15 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
         if has_experts:  # ranks may route tokens to different experts; the gradient of an unused one is zero
             group.set_reduce_scatter_unused_params(True)
     return root
+
+
+def separate_layers(network: Network) -> list[nn.Module]:
+    """Return the layers that share no parameter with other parts; the others can only be gathered with the root."""
+    layers = decoder_layers(network)
+    inner = {module for layer in layers for module in layer.modules()}
+    outer = (module.parameters(recurse=False) for module in network.modules() if module not in inner)
+    uses = Counter(parameter for part in (*map(nn.Module.parameters, layers), set(chain(*outer))) for parameter in part)
+    return [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
 
 
 def groups_of(root: Root) -> list[FSDPModule]:

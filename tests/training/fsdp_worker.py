@@ -159,6 +159,13 @@ class Worker:
             "exported": sorted({str(tensor.dtype) for _, tensor in backend.exported()}),
         }
 
+    def half_lora(self) -> list[str]:
+        """Train adapters of a bf16 model; return the precision of trained and of frozen weights."""
+        network = load_network(self.folder / "llama", lora=True).to(torch.bfloat16)
+        backend = FsdpBackend(network, SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
+        train(backend, [self.mine(0)])
+        return sorted({f"{parameter.requires_grad} {parameter.dtype}" for parameter in network.parameters()})
+
     def loss_scale(self) -> dict[str, Any]:
         """Train in fp16 with a loss scale that overflows at first."""
         network = load_network(self.folder / "llama").to(torch.float16)
@@ -257,7 +264,7 @@ def main() -> None:
         parts += [worker.save]
     else:
         parts += [worker.variants, worker.compiled, worker.deferred, worker.uneven_chunks, worker.uneven_rounds]
-        parts += [worker.half, worker.loss_scale, worker.moved]
+        parts += [worker.half, worker.half_lora, worker.loss_scale, worker.moved]
         parts += [worker.frozen, worker.forgotten, worker.ring, worker.resume, worker.refused]
     results = {part.__name__: part() for part in parts}
     (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))

@@ -46,6 +46,8 @@ CASES += [
 # Ring attention: two processes share each packed row, and the result must still be that of one process.
 RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
 RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
+RESUMED = "fsdp-resumed"  # SFT with FSDP that stops after the first of two epochs, and a second run that resumes it
+TWO_EPOCHS = {"max_epochs": 2}
 TENSOR_PARALLEL = "tensor-parallel"  # SFT in which two processes share every matrix; it also saves a checkpoint
 
 
@@ -83,6 +85,11 @@ def trained_by_two(root):
         plan.append((COMMANDS[case[0]][0], as_argv(flags_of(case, root, f"ring-{case_id(case)}") | ring)))
     shared = flags_of(CASES[0], root, TENSOR_PARALLEL) | {"ds_tensor_parallel_size": 2, "save_steps": 3}
     plan.append(("train_sft", as_argv(shared)))
+    halves = flags_of(("sft", FSDP, True, False), root, RESUMED) | TWO_EPOCHS | {"save_steps": 3}
+    plan += [
+        ("train_sft", as_argv(halves | {"max_steps": 3})),
+        ("train_sft", as_argv(halves | {"load_checkpoint": True})),
+    ]
     (root / "plan.json").write_text(json.dumps(plan))
     script = Path(__file__).with_name("run_commands.py")
     code = start_two_ranks(root, str(script), str(root / "plan.json")).wait(timeout=DEADLINE)
@@ -126,6 +133,17 @@ def test_tensor_parallel_ranks_train_and_save_like_one_process(trained_by_two, r
     assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
     assert have_equal_rng_states(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both process the same rows
     expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_resumed_fsdp_run_equals_one_process_without_interruption(trained_by_two, root):
+    run_command(
+        "train_sft", flags_of(("sft", FSDP, True, False), root, "whole-fsdp") | TWO_EPOCHS | {"backend": "local"}
+    )
+    assert_equal_metrics(FinishedRun(root / RESUMED, root), FinishedRun(root / "whole-fsdp", root), 1e-5)
+    assert (root / f"{RESUMED}_ckpt" / "global_step6" / "fsdp" / "rank1.safetensors").is_file()
+    expected, found = (load_file(root / name / "model.safetensors") for name in ("whole-fsdp", RESUMED))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 

@@ -175,6 +175,11 @@ def test_bf16_has_fp32_masters_and_sums(folder: Path, results: dict[int, Any]) -
         assert rank["half"] == {name: [f"torch.{dtype}"] for name, dtype in expected.items()}
 
 
+def test_only_trained_weights_are_widened(results: dict[int, Any]) -> None:
+    for rank in results[2]:
+        assert rank["half_lora"] == ["False torch.bfloat16", "True torch.float32"]
+
+
 def test_fp16_gradients_that_overflow_skip_the_step_on_all_ranks(results: dict[int, Any]) -> None:
     one, two = (rank["loss_scale"] for rank in results[2])
     assert one == two
