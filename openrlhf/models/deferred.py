@@ -38,12 +38,15 @@ class WeightFiles:
     files: dict[str, Path]  # by name of the tensor
     names: dict[nn.Parameter, str]
 
-    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters their weights; those of other origin, such as adapters, already have theirs."""
+    def fill(self, parameters: Iterable[nn.Parameter], *, copy: bool = False) -> None:
+        """Give parameters their weights; those of other origin, such as adapters, already have theirs.
+
+        Without `copy`, the weights may be mapped from a file, so keep them only until the file may change.
+        """
         for parameter in parameters:
             if parameter in self.names:
                 name = self.names.pop(parameter)
-                parameter.data = read_tensor(self.files[name], name).to(parameter.dtype)
+                parameter.data = read_tensor(self.files[name], name).to(parameter.dtype, copy=copy)
 
     def must_be_used_up(self) -> None:
         """Raise if a parameter has been replaced before it was filled."""
@@ -54,26 +57,31 @@ class WeightFiles:
 def load_shell(load: Callable[..., Loaded], source: dict[str, Any]) -> Loaded | None:
     """Return what `load` returns, but with a model without weights; None if that is not possible.
 
+    Tensors that are missing in the files, as those of a new head, are initialised as Transformers would.
     `load` is `from_pretrained` with all its arguments, and `source` those of them that say where the model is.
     """
     files = weight_files(source)
     if files is None:
         return None
     model, report = load(device_map="meta")
+    missing = set(report["missing_keys"])
     named = dict(model.named_parameters())  # without the second names of tied weights
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     converted = vars(model).get("_weight_conversions")  # set by Transformers if loading renames or fuses tensors
-    if converted or report["missing_keys"] or not files.keys() >= {*named, *buffers}:
+    if converted or not files.keys() >= {*named, *buffers} - missing:
         return None
-    if any(_saved_shape(files[name], name) != tuple(parameter.shape) for name, parameter in named.items()):
+    saved = {name: parameter for name, parameter in named.items() if name not in missing}
+    if any(_saved_shape(files[name], name) != tuple(parameter.shape) for name, parameter in saved.items()):
         return None
-    empty = {parameter: _placeholder(parameter) for parameter in named.values()}
+    empty = {parameter: _placeholder(parameter, is_new=name in missing) for name, parameter in named.items()}
     for module in model.modules():
         module._parameters.update(
             {name: empty[parameter] for name, parameter in module._parameters.items() if parameter is not None}
         )
+    for name in sorted(missing):
+        model._init_weights(model.get_submodule(name.rpartition(".")[0]))  # as Transformers does for a new head
     _make_buffers(model, files)
-    vars(model)[ATTRIBUTE] = WeightFiles(files, {empty[parameter]: name for name, parameter in named.items()})
+    vars(model)[ATTRIBUTE] = WeightFiles(files, {empty[parameter]: name for name, parameter in saved.items()})
     return model, report
 
 
@@ -115,13 +123,13 @@ def _saved_shape(path: Path, name: str) -> tuple[int, ...]:
         return tuple(file.get_slice(name).get_shape())
 
 
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of the same shape that takes the memory of one number.
+def _placeholder(parameter: nn.Parameter, *, is_new: bool) -> nn.Parameter:
+    """Return a parameter of the same shape that takes the memory of one number, unless it `is_new`.
 
     A parameter on the meta device would do, but adapters are created on the device of the weight that they adapt.
     """
     empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return nn.Parameter(empty.contiguous() if is_new else empty, requires_grad=parameter.requires_grad)
 
 
 def _make_buffers(model: PreTrainedModel, files: dict[str, Path]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.errors import ConfigError
+from openrlhf.models.deferred import deferred_weights
 
 SCALAR_HEAD = "score"  # the name that AutoModelForSequenceClassification gives its head
 
@@ -49,7 +50,9 @@ def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add an embedding for a padding token that was added to the tokenizer; its value is never used."""
-    if len(tokenizer) > model.get_input_embeddings().get_parameter("weight").shape[0]:
+    embeddings = model.get_input_embeddings()
+    if len(tokenizer) > embeddings.get_parameter("weight").shape[0]:
+        deferred_weights(model).fill(embeddings.parameters())
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 

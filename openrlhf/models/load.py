@@ -37,7 +37,7 @@ from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.data.hub import hub_failure, model_is_cached
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
-from openrlhf.models.deferred import load_shell
+from openrlhf.models.deferred import deferred_weights, load_shell
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
@@ -100,11 +100,18 @@ def load_causal_lm(
 
 
 def load_scalar_model(
-    name: str, loading: LoadingFlags, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = False
+    name: str,
+    loading: LoadingFlags,
+    *,
+    device: torch.device,
+    packing: bool,
+    head_prefix: str,
+    new_head: bool = False,
+    defer: bool = False,
 ) -> PreTrainedModel:
     """Load a decoder with a scalar head: a saved reward model or, if `new_head`, any language model.
 
-    A new head starts near zero (see `init_scalar_head`).
+    A new head starts near zero (see `init_scalar_head`). With `defer`, only the head is loaded, as in `load_causal_lm`.
     """
     config = read_config(name, loading)
     in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder contains its code
@@ -124,7 +131,7 @@ def load_scalar_model(
     logging.set_verbosity_error()
     try:
         auto_class = AutoModelForSequenceClassification
-        model, missing = _from_pretrained(auto_class, config, name, loading, device, packing, **renamed)
+        model, missing = _from_pretrained(auto_class, config, name, loading, device, packing, defer=defer, **renamed)
     finally:
         logging.set_verbosity(verbosity)
     if not hasattr(model, SCALAR_HEAD):
@@ -137,6 +144,7 @@ def load_scalar_model(
         )
     if missing:
         init_scalar_head(model)
+    deferred_weights(model).fill(model.get_submodule(SCALAR_HEAD).parameters(), copy=True)  # PEFT makes a copy of it
     return model
 
 

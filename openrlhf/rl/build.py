@@ -38,6 +38,7 @@ from openrlhf.training.adapter_base import AdapterBase
 from openrlhf.training.backend import Frozen
 from openrlhf.training.build import load_language_model, make_backend, make_frozen, make_network
 from openrlhf.training.optim import schedule
+from openrlhf.training.processes import defers_weights
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 
 
@@ -118,7 +119,15 @@ def build_critic(
             try_this="--critic_pretrain with the policy's tokenizer",
         )
     packing, prefix = config.batches.packing_samples, config.head.value_head_prefix
-    model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
+    model = load_scalar_model(
+        name,
+        config.model,
+        device=device,
+        packing=packing,
+        head_prefix=prefix,
+        new_head=True,
+        defer=defers_weights(config),
+    )
     network = make_network(config, model, scalar=True)
     flags, rate = config.optimizer.critic, config.optimizer.critic_learning_rate
     backend = make_backend(config, network, flags, rate, device, role="critic")

@@ -33,7 +33,7 @@ from openrlhf.rl.workers import ModelRewards
 from openrlhf.training.backend import Frozen
 from openrlhf.training.build import make_frozen
 from openrlhf.training.local import LocalFrozen
-from openrlhf.training.processes import loading, training_backend
+from openrlhf.training.processes import defers_weights, loading
 from openrlhf.types import StepRewards, TokenRow, Trajectory
 
 Row = NDArray[np.int32]  # token ids of one sequence
@@ -69,9 +69,9 @@ def load_reward_model(
         return make_frozen(run, network, device, offload=run.critic.ref_reward_offload)
 
     saved, packing = read_config(name, flags).to_dict(), batching.layout.packing
+    defer = run is not None and defers_weights(run)
     if "placeholder_token" in saved:  # written by train_prm
         check_fast(texts.own)
-        defer = run is not None and training_backend(run) == "fsdp"
         with nullcontext() if run is None else loading(run, device):
             model = load_causal_lm(name, flags, device=device, packing=packing, defer=defer)
         return ProcessRewardModel(
@@ -81,7 +81,7 @@ def load_reward_model(
             one_token(texts.own, saved["placeholder_token"], "placeholder_token in config.json"),
             tuple(one_token(texts.own, token, "reward_tokens in config.json") for token in saved["reward_tokens"]),
         )
-    model = load_scalar_model(name, flags, device=device, packing=packing, head_prefix=head_prefix)
+    model = load_scalar_model(name, flags, device=device, packing=packing, head_prefix=head_prefix, defer=defer)
     if normalize and "mean" not in saved:
         say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores are not normalised")
     return OutcomeRewardModel(

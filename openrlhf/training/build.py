@@ -45,7 +45,7 @@ from openrlhf.training.fit import LOSS_NAMES, Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SupervisedObjective
 from openrlhf.training.preflight import balances_experts
-from openrlhf.training.processes import loading, training_backend
+from openrlhf.training.processes import defers_weights, loading, training_backend
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
@@ -98,7 +98,15 @@ def build(
     name, packing = str(config.model.pretrain), config.batches.packing_samples
     if isinstance(config, RMConfig):
         prefix = config.head.value_head_prefix
-        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
+        model = load_scalar_model(
+            name,
+            config.model,
+            device=device,
+            packing=packing,
+            head_prefix=prefix,
+            new_head=True,
+            defer=defers_weights(config),
+        )
         separate_pad_from_eos(model, tokenizer)
         model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
     else:
@@ -122,7 +130,7 @@ def build(
 
 def load_language_model(config: TrainingConfig, name: str, device: torch.device) -> PreTrainedModel:
     """Load a causal language model; under ZeRO-3 and FSDP, each process keeps only its shard."""
-    packing, defer = config.batches.packing_samples, training_backend(config) == "fsdp"
+    packing, defer = config.batches.packing_samples, defers_weights(config)
     with loading(config, device):
         return load_causal_lm(name, config.model, device=device, packing=packing, defer=defer)
 

@@ -61,10 +61,8 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
     head = network.decoder.get_output_embeddings() if keep_head else None
     kept: set[nn.Parameter] = set()
     if head is not None:
-        files.fill(head.parameters())
-        for parameter in head.parameters():
-            parameter.data = parameter.data.to(device, copy=True)  # a copy, because the file may change
-        kept = set(head.parameters())
+        files.fill(head.parameters(), copy=True)
+        kept = set(head.to(device).parameters())
     for module in (*separate_layers(network), root):
         files.fill(module.parameters())
         for parameter in module.parameters():

@@ -40,6 +40,11 @@ def training_backend(config: TrainingConfig) -> Literal["local", "deepspeed", "f
     return backend_of(config, world_size())
 
 
+def defers_weights(config: TrainingConfig) -> bool:
+    """Return whether models are loaded without weights, which FSDP reads layer by layer as it shards them."""
+    return training_backend(config) == "fsdp"
+
+
 def join(config: TrainingConfig) -> torch.device:
     """Choose this process's device, join the other processes if the backend needs them, and return the device."""
     device = choose_device(config.model.device, config.sharding.local_rank)

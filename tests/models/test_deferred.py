@@ -12,9 +12,10 @@ from torch import nn
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.deferred import deferred_weights
-from openrlhf.models.load import add_adapters, load_causal_lm
+from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model
 from tests.tiny import make_model
 
+CPU = torch.device("cpu")
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"kind": "llama", "tie_word_embeddings": True},
@@ -24,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def load(folder: Path, *, defer: bool) -> Any:
-    return load_causal_lm(str(folder), ModelFlags(), device=torch.device("cpu"), packing=False, defer=defer)
+    return load_causal_lm(str(folder), ModelFlags(), device=CPU, packing=False, defer=defer)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -68,6 +69,30 @@ def test_weights_in_several_files_are_found(tmp_path: Path) -> None:
     assert len(set(files.files.values())) > 2
     files.fill(model.parameters())
     assert_same_tensors(model.state_dict(), whole.state_dict())
+
+
+def load_scalar(folder: Path, *, defer: bool) -> Any:
+    torch.manual_seed(0)
+    new_head = folder.name == "language"
+    flags = {"device": CPU, "packing": False, "head_prefix": "score", "new_head": new_head, "defer": defer}
+    return load_scalar_model(str(folder), ModelFlags(), **flags)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", ["language", "scalar"])
+def test_a_scalar_head_is_the_same_whether_new_or_saved(name: str, lora: bool, tmp_path: Path) -> None:
+    make_model(tmp_path / "language")
+    load_scalar(tmp_path / "language", defer=False).save_pretrained(tmp_path / "scalar")
+    found: list[Any] = []
+    for defer in (False, True):
+        model = load_scalar(tmp_path / name, defer=defer)
+        files = deferred_weights(model)
+        assert bool(files.names) == defer
+        adapted = add_adapters(model, LoraFlags(lora_rank=4 if lora else 0), scalar=True)
+        files.fill(list(adapted.parameters()))
+        files.must_be_used_up()
+        found.append(adapted)
+    assert_same_tensors(found[1].state_dict(), found[0].state_dict())
 
 
 def test_fused_experts_are_loaded_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
