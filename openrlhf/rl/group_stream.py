@@ -33,7 +33,7 @@ from openrlhf.agents.executor import GroupResult
 from openrlhf.event_loop import cancel_all
 from openrlhf.types import Prompt, Trajectory
 
-Group: TypeAlias = list[Trajectory]  # the samples of one prompt; at least one
+GroupSamples: TypeAlias = list[Trajectory]  # the samples of one prompt; at least one
 
 
 @dataclass
@@ -46,7 +46,7 @@ class StreamState:
     drawn: int = 0  # position in the prompt order of the first prompt that was never drawn
     running: list[int] = field(default_factory=list)  # positions of prompts in progress
     again: list[int] = field(default_factory=list)  # positions of prompts to draw again, before new ones
-    accepted: list[Group] = field(default_factory=list)  # groups that wait for their rollout
+    accepted: list[GroupSamples] = field(default_factory=list)  # groups that wait for their rollout
 
     @property
     def unfinished(self) -> list[int]:
@@ -117,7 +117,7 @@ class GroupStream:
         self.last_open = -1
         self.counts = StreamCounts()
         self.running: dict[int, RunningGroup] = {}  # by position; includes groups that are not judged yet
-        self.unscored: dict[int, Group] = {}  # by position
+        self.unscored: dict[int, GroupSamples] = {}  # by position
         self.scoring: asyncio.Future[list[Trajectory]] | None = None
         self.failure: BaseException | None = None
         self.closed = False
@@ -128,7 +128,7 @@ class GroupStream:
         self.last_open = number
         self._start_groups()
 
-    async def take(self, number: int) -> tuple[list[Group], StreamCounts]:
+    async def take(self, number: int) -> tuple[list[GroupSamples], StreamCounts]:
         """Return the groups of rollout `number` in prompt order; fewer than its size if the prompts run out."""
         self.next = number
         self.last_open = max(self.last_open, number)
@@ -203,7 +203,7 @@ class GroupStream:
         self.scoring = asyncio.ensure_future(self.score([item for group in groups.values() for item in group]))
         self.scoring.add_done_callback(lambda scored: self._finish_scoring(groups, scored))
 
-    def _finish_scoring(self, groups: dict[int, Group], scored: asyncio.Future[list[Trajectory]]) -> None:
+    def _finish_scoring(self, groups: dict[int, GroupSamples], scored: asyncio.Future[list[Trajectory]]) -> None:
         """Judge the groups of a call, and score those that have finished since."""
         self.scoring = None
         if scored.cancelled():
@@ -216,7 +216,7 @@ class GroupStream:
             self._judge(position, [next(samples) for _ in group])
         self._score_if_ready()
 
-    def _judge(self, position: int, group: Group) -> None:
+    def _judge(self, position: int, group: GroupSamples) -> None:
         """Accept or reject a group."""
         del self.running[position]
         self.state.running.remove(position)
@@ -248,7 +248,7 @@ class GroupStream:
             return len(accepted) >= size
         return sorted(map(position_of, accepted))[size - 1] < min(self.running)
 
-    def _cut(self) -> list[Group]:
+    def _cut(self) -> list[GroupSamples]:
         """Remove the groups of the next rollout from those that wait, the oldest first."""
         waiting = sorted(self.state.accepted, key=position_of)
         if self.limits.surplus:
@@ -279,11 +279,11 @@ class GroupStream:
         return counts
 
 
-def position_of(group: Group) -> int:
+def position_of(group: GroupSamples) -> int:
     """Return the position of the group's prompt in the prompt order."""
     return group[0].prompt.index
 
 
-def version_of(group: Group) -> int:
+def version_of(group: GroupSamples) -> int:
     """Return the version of the oldest weights that sampled a token of the group."""
     return min(item.version for item in group)

@@ -22,7 +22,7 @@ from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import counted
 from openrlhf.monitor import LoggedSample, say
 from openrlhf.rl.experience import Experience
-from openrlhf.rl.group_stream import Group
+from openrlhf.rl.group_stream import GroupSamples
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.rl.sample_files import Values, read_about, read_samples, samples_of, trajectory_of, write_samples
 from openrlhf.training.disk_space import GIB, bytes_of, replace_file
@@ -207,12 +207,12 @@ def read_queue(path: Path) -> Iterator[Rollout]:
         yield Rollout(**about, trajectories=own)
 
 
-def write_groups(path: Path, groups: Iterable[Group]) -> None:
+def write_groups(path: Path, groups: Iterable[GroupSamples]) -> None:
     """Write accepted groups that do not belong to a rollout yet, as part of a checkpoint."""
     write_samples(path, [item for group in groups for item in group], {})
 
 
-def read_groups(path: Path) -> list[Group]:
+def read_groups(path: Path) -> list[GroupSamples]:
     """Read the groups that `write_groups` wrote; a checkpoint of an older version has none, and no such file."""
     items = read_samples(path) if path.exists() else []
     return [list(group) for _, group in groupby(items, key=lambda item: item.prompt.index)]
