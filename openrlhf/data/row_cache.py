@@ -50,12 +50,12 @@ def load_rows(records: Records, reader: RowReader[Row], report: DataReport) -> S
     key = row_key(records, reader, report.budget) if len(records) >= MIN_CACHED else None
     if key is None:
         return build_rows(records, partial(reader.make, report=report), report)
-    cache = RowCache(Path(datasets.config.HF_DATASETS_CACHE) / FOLDER, key)
+    files = RowFiles(Path(datasets.config.HF_DATASETS_CACHE) / FOLDER, key)
     try:
-        rows, found = cache.find(reader.kind, report) or cache.make(records, reader, report)
+        rows, found = files.find(reader.kind, report) or files.make(records, reader, report)
     except (OSError, NotStorable) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        say(f"{records.name}: rows are kept in memory, because they cannot be cached in {cache.folder}: {why}")
+        say(f"{records.name}: rows are kept in memory, because they cannot be cached in {files.folder}: {why}")
         return build_rows(records, partial(reader.make, report=report), report)
     report.read = len(records)
     report.merge(found)
@@ -64,7 +64,7 @@ def load_rows(records: Records, reader: RowReader[Row], report: DataReport) -> S
 
 
 @dataclass(frozen=True)
-class RowCache:
+class RowFiles:
     """The files of one set of rows."""
 
     folder: Path
