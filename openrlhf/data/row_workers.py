@@ -31,6 +31,7 @@ from openrlhf.data.records import Place, Record, Records
 from openrlhf.data.report import DataReport
 from openrlhf.data.row_columns import LENGTH, make_batch
 from openrlhf.data.rows import RowReader, make_rows
+from openrlhf.monitor import say
 from openrlhf.subprocesses import python_command
 
 PART = 2000  # records
@@ -53,11 +54,16 @@ class RowPart:
 def make_parts(records: Records, reader: RowReader[object], report: DataReport) -> Generator[tuple[int, RowPart]]:
     """Yield the number of records and the rows of each part, in order; merge their reports into `report`."""
     parts = [records.part(begin, begin + PART) for begin in range(0, len(records), PART)]
+    told = False
     with open_workers(num_workers(len(records)), reader, report) as workers:
         for part, future in zip(parts, assign(parts, workers), strict=True):
-            made = None if future is None or future.exception() else future.result()
+            failure = future.exception() if future else None
+            made = future.result() if future and not failure else None
             if made is None or contradicts(made.report, report):
                 made = make_part(part, reader, report.part())
+            if failure and not told:  # although the rows are valid
+                say(f"a worker process failed ({failure!r}), so tokenising its rows takes longer")
+                told = True
             report.merge(made.report)
             yield len(part), made
 

@@ -159,10 +159,11 @@ def test_an_error_names_the_first_bad_row(rows, error, workers, caching, load, t
     assert cached_files(tmp_path) == []
 
 
-def test_rows_of_a_worker_that_dies_are_made_here(caching, load, monkeypatch):
+def test_rows_of_a_worker_that_dies_are_made_here(caching, load, monkeypatch, capsys):
     monkeypatch.setattr(row_workers, "num_workers", lambda _: 1)
     monkeypatch.setattr(row_workers, "python_command", lambda code: ["false"])
     assert len(load("responses", repeat=5).rows) == 25
+    assert capsys.readouterr().err.count("a worker process failed (") == 1
 
 
 def test_a_dataset_in_which_hardly_a_row_fits_is_rejected_each_time(caching, load):
