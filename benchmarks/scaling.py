@@ -4,7 +4,7 @@
 
 The first table pushes synthetic rollouts through the controller's own functions: filter, queue, experience, batching,
 record and log. Workers return ready log-probs. Each stage has the time per token, the bytes that it keeps and the most
-that it allocates meanwhile. --full takes 100,000 samples and a step of 131M tokens, which needs 14 GiB.
+that it allocates meanwhile. --full takes 100,000 samples and a step of 131M tokens, which needs about 8 GiB.
 
 The second table simulates engines that generate 4,096 samples of 8k tokens on average and 32k at most, event by event:
 `barrier` generates one rollout and waits for its longest sample; `stream` starts a sample whenever another one ends,

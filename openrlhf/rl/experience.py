@@ -28,6 +28,8 @@ from openrlhf.rl.samples import Batching, RolloutTokens
 from openrlhf.rl.workers import BatchScores, Workers, merge_steps
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
+CACHED_TOKENS = 2**16  # tokens of a formula that are computed at a time
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
@@ -105,7 +107,7 @@ def compute_experience(
     kl = None
     if reference_log_probs is not None:
         own = rollout_log_probs if log_probs is None else log_probs
-        kl = kl_penalty(own, reference_log_probs, mask, config.kl.kl_estimator)
+        kl = compute_kl(own, reference_log_probs, mask, config.kl.kl_estimator)
     penalty = None if config.kl.use_kl_loss else kl
 
     # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
@@ -140,6 +142,15 @@ def compute_experience(
         metrics=metrics,
         kl=metrics.get("kl"),
     )
+
+
+def compute_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """Return the KL of each token, computed in parts that fit into the processor's cache."""
+    kl = torch.empty_like(log_probs)
+    for start in range(0, len(kl), CACHED_TOKENS):
+        part = slice(start, start + CACHED_TOKENS)
+        kl[part] = kl_penalty(log_probs[part], reference_log_probs[part], mask[part], estimator)
+    return kl
 
 
 def compute_advantages(
