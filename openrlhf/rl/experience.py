@@ -126,9 +126,9 @@ def compute_experience(
 
     metrics = rollout_metrics(tokens, rewards, group_ids, token_rewards)
     # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
-    metrics["rollout/entropy"] = -float(masked(rollout_log_probs, mask).sum()) / tokens.num_actions
+    metrics["rollout/entropy"] = -float(masked(rollout_log_probs, mask).sum() / tokens.num_actions)
     if kl is not None:
-        metrics["kl"] = float(kl.sum()) / tokens.num_actions
+        metrics["kl"] = float(kl.sum() / tokens.num_actions)
     if flags.step_rewards:
         metrics["steps"] = float(np.mean([len(item.step_rewards) for item in trajectories]))
     return Experience(

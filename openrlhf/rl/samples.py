@@ -130,8 +130,11 @@ class RolloutTokens:
 
     def split(self, values: Tensor) -> list[NDArray[np.float32]]:
         """Return the values [tokens] of each sample, as views."""
-        whole = values.numpy()
-        return [whole[first:last] for first, last in pairwise(self.bounds.tolist())]
+        return self._parts(values, range(len(self.trajectories)))
+
+    def _parts(self, values: Tensor, samples: Sequence[int]) -> list[NDArray[np.float32]]:
+        whole, bounds = values.numpy(), self.bounds
+        return [whole[bounds[number] : bounds[number + 1]] for number in samples]
 
     def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
         """Return the tokens of the given samples."""
@@ -148,7 +151,7 @@ class RolloutTokens:
             factors = self.layout.combine(own, 1.0)
         return RolloutBatch(
             input_ids=self.layout.combine(sequences, self.layout.pad_id),
-            lengths=torch.from_numpy(self.lengths[list(samples)]),
+            lengths=torch.tensor([len(ids) for ids in sequences]),
             target_mask=self.lay_out(self.action_mask, samples),
             prefixes=find_prefixes(sequences) if self.layout.sharing else None,
             temperature_factors=factors,
@@ -156,14 +159,13 @@ class RolloutTokens:
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [tokens] of the given samples in the layout of a batch, [rows, tokens]."""
-        whole, bounds = values.numpy(), self.bounds
-        return self.layout.combine([whole[bounds[number] : bounds[number + 1]] for number in samples], 0)
+        return self.layout.combine(self._parts(values, samples), 0)
 
     def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
         """Undo `lay_out`: return the values [tokens] of all samples from those of the micro-batches `parts`."""
         whole, bounds = np.empty(self.bounds[-1], np.float32), self.bounds.tolist()
         for samples, tensor in zip(parts, tensors, strict=True):
-            rows, start = tensor.float().cpu().numpy(), 0  # the place of a sample in a packed row
+            rows, start = tensor.detach().float().cpu().numpy(), 0  # the place of a sample in a packed row
             for row, number in enumerate(samples):
                 length = bounds[number + 1] - bounds[number]
                 found = rows[0, start : start + length] if self.layout.packing else rows[row, :length]
@@ -186,14 +188,12 @@ class RolloutTokens:
 
     def pad(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [tokens] of the given samples as [samples, longest of them], zero on padding."""
-        parts = self.split(values)
-        return Layout(packing=False, pad_id=0).combine([parts[number] for number in samples], 0)
+        return Layout(packing=False, pad_id=0).combine(self._parts(values, samples), 0)
 
     def put_back(self, padded: Tensor, samples: Sequence[int], values: Tensor) -> None:
         """Undo `pad`: write [samples, longest of them] into the values [tokens] of all samples."""
-        parts = self.split(values)
-        for row, number in zip(padded.numpy(), samples, strict=True):
-            parts[number][:] = row[: len(parts[number])]
+        for row, part in zip(padded.numpy(), self._parts(values, samples), strict=True):
+            part[:] = row[: len(part)]
 
 
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutBatch:

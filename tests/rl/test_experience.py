@@ -11,6 +11,7 @@ so the k1 estimate of the KL is 0.2 at token 7 and -0.4 at token 8.
 """
 
 import asyncio
+import math
 import pickle
 import threading
 from dataclasses import replace
@@ -379,3 +380,10 @@ def test_a_batch_is_sent_without_what_follows_from_its_lengths():
         assert sent.input_ids.dtype == torch.int32
         assert not {*derived, "places"} & vars(sent).keys()
         assert all(torch.equal(getattr(sent, name), value) for name, value in derived.items())
+
+
+def test_a_rollout_without_actions_has_advantages_of_zero():
+    nothing = make_trajectory(Prompt(0, "", (5,)), (5, 6), (False, False), reward=1.0)
+    found = experience(GRPO, trajectories=[nothing, nothing])
+    assert not found.advantages.any()
+    assert math.isnan(found.metrics["rollout/entropy"])
