@@ -108,7 +108,7 @@ async def seconds_per_rollout(way: str, pass_rate: float, rollouts: int) -> floa
         source.stream.limits = replace(source.stream.limits, in_rounds=True)
     place = 0
     for number in range(rollouts):
-        source.open_through(number + (way == "ahead"))
+        source.open_rollouts(number, number + (way == "ahead"))
         rollout = await source.take(number, place)
         assert len(rollout.trajectories) == config.rollout.samples_per_rollout
         assert is_kept(rollout.trajectories[:8], config.rollout)

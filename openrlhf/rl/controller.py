@@ -154,7 +154,7 @@ class Controller:
     def _open_rollouts(self) -> None:
         """Let the source work on all rollouts that the version of the weights permits."""
         last, most = self.state.version + self.queue_size, self.config.batches.max_steps
-        self.source.open_through(last if most is None else min(last, most - 1))
+        self.source.open_rollouts(self.state.made, last if most is None else min(last, most - 1))
 
     async def _produce(self) -> None:
         """Put rollouts into the queue, as fast as the version of the weights permits."""

@@ -1,6 +1,6 @@
 """A stream of groups: as many in progress as the open rollouts still need, and the next prompt for each rejected one.
 
-A rollout is open from the moment it may begin until it is taken; several may be open (`GroupStream.open_through`).
+A rollout is open from the moment it may begin until it is taken; several may be open (`GroupStream.open_rollouts`).
 
                  start                finish                  reward models
       prompts ----------> running ------------> unscored ----------------------> accepted ----> rollouts
@@ -123,9 +123,9 @@ class GroupStream:
         self.closed = False
         self.changed = asyncio.Event()
 
-    def open_through(self, number: int) -> None:
-        """Let all rollouts up to this number begin."""
-        self.last_open = number
+    def open_rollouts(self, first: int, last: int) -> None:
+        """Let the rollouts from `first`, the next to be taken, to `last` begin."""
+        self.next, self.last_open = first, last
         self._start_groups()
 
     async def take(self, number: int) -> tuple[list[GroupSamples], StreamCounts]:

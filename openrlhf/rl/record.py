@@ -155,7 +155,7 @@ class Replay:
     def __len__(self) -> int:
         return len(self.files)
 
-    def open_through(self, number: int) -> None:
+    def open_rollouts(self, first: int, last: int) -> None:
         """Do nothing: files are read when they are needed."""
 
     async def close(self) -> None:

@@ -83,8 +83,8 @@ class RolloutSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def open_through(self, number: int) -> None:
-        """Announce that all rollouts up to this number may begin, so that generation can run ahead of `take`."""
+    def open_rollouts(self, first: int, last: int) -> None:
+        """Announce that rollouts `first`, the next to be taken, to `last` may begin, also before they are taken."""
         ...
 
     async def take(self, number: int, place: int) -> Rollout:
@@ -133,9 +133,9 @@ class GeneratedRollouts:
     def __len__(self) -> int:
         return len(self.order)
 
-    def open_through(self, number: int) -> None:
+    def open_rollouts(self, first: int, last: int) -> None:
         if not self.lockstep:  # in lockstep, groups of one rollout run at a time, so that a run repeats exactly
-            self.stream.open_through(number)
+            self.stream.open_rollouts(first, last)
 
     async def take(self, number: int, place: int) -> Rollout:
         """Generate groups until --rollout_batch_size of them are accepted or the prompts run out."""

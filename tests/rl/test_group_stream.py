@@ -123,7 +123,7 @@ def test_rollouts_do_not_depend_on_limits_or_on_the_order_in_which_groups_finish
     async def rollouts(limits):
         config = replace_flags(FILTERED, **limits)
         source = make_source(Shuffled(), config, lambda prompt, sample: 0.5 if prompt.index in kept else 0.0)
-        source.open_through(2 if "async_train" in limits else 0)
+        source.open_rollouts(0, 2 if "async_train" in limits else 0)
         return await all_rollouts(source)
 
     found = {name: asyncio.run(rollouts(limits)) for name, limits in LIMITS.items()}
@@ -188,7 +188,7 @@ def test_rollouts_that_may_begin_are_generated_together():
     async def scenario():
         engine = HeldEngine()
         source = make_source(engine, replace_flags(CONFIG, async_train=True))
-        source.open_through(1)
+        source.open_rollouts(0, 1)
         taking = asyncio.create_task(source.take(0, 0))
         await engine.started(*range(8))
         engine.finish(*range(1, 8))
@@ -196,12 +196,23 @@ def test_rollouts_that_may_begin_are_generated_together():
         assert not taking.done()  # rollouts are cut in prompt order, so none of their samples is older than the queue
         engine.finish(0)
         assert positions(await taking) == [0, 1, 2, 3]
-        source.open_through(2)
+        source.open_rollouts(1, 2)
         await engine.started(*range(12))
         assert positions(await source.take(1, 4)) == [4, 5, 6, 7]
         await source.close()
         assert sorted(set(engine.cancelled)) == [8, 9, 10, 11]
         assert source.stream.state.unfinished == [8, 9, 10, 11]
+
+    run(scenario())
+
+
+def test_a_resumed_run_begins_with_its_own_rollout():
+    async def scenario():
+        engine = HeldEngine()
+        source = make_source(engine, replace_flags(CONFIG, async_train=True), state=StreamState(drawn=12))
+        source.open_rollouts(3, 4)
+        await engine.started(*range(12, 20))
+        await source.close()
 
     run(scenario())
 
