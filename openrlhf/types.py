@@ -328,7 +328,7 @@ StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's las
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A complete episode, ready for training.
+    """A complete episode, or one of its trajectories if `episode` is set, ready for training.
 
     Example with two turns: p are prompt tokens, a action tokens and e environment tokens. The weights changed from
     version 4 to 5 during the second turn.
@@ -355,3 +355,4 @@ class Trajectory:
     step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
     temperature_factors: NDArray[np.float32] | None = None  # [tokens]: sampling temperature / --temperature; None: 1
     whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty restricted sampling in any turn
+    episode: int | None = None  # equal for the trajectories of an episode with several of them, which share its reward

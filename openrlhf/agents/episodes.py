@@ -1,13 +1,16 @@
 """Executor for agent files: runs each sample of a prompt as an episode in a worker process.
 
-The pool runs the user's code; the dict it returns is validated and converted to a `Trajectory`.
+The pool runs the user's code; the dict it returns is validated and converted to a `Trajectory`, a list of dicts to
+several (`branches`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from openrlhf.agents.branches import read_episode
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, sample_name
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.agents.overrides import check_overrides, find_restriction, temperature_factors
@@ -36,7 +39,7 @@ class AgentEpisodes:
     ) -> GroupResult:
         """Run all episodes concurrently; with --on_reward_error skip, return the errors of failed episodes."""
 
-        async def run(number: int, params: SamplingParams, session: Session) -> Trajectory | SampleError:
+        async def run(number: int, params: SamplingParams, session: Session) -> list[Trajectory] | SampleError:
             try:
                 return await self._run_episode(prompt, number, params, session)
             except EngineError:  # the engine failed, not this sample
@@ -50,14 +53,16 @@ class AgentEpisodes:
 
         pairs = zip(params, sessions, strict=True)
         outcomes = await gather_or_cancel(run(number, *pair) for number, pair in enumerate(pairs))
-        trajectories = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
-        return GroupResult(trajectories, [outcome for outcome in outcomes if not isinstance(outcome, Trajectory)])
+        trajectories = [item for outcome in outcomes if isinstance(outcome, list) for item in outcome]
+        return GroupResult(trajectories, [outcome for outcome in outcomes if not isinstance(outcome, list)])
 
     async def close(self) -> None:
         """End the worker processes."""
         await self.pool.close()
 
-    async def _run_episode(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
+    async def _run_episode(
+        self, prompt: Prompt, number: int, params: SamplingParams, session: Session
+    ) -> list[Trajectory]:
         """Run one episode and validate its result; errors name the agent file and the sample."""
         sample, agent = sample_name(prompt, sample=number), self.pool.spec.name
         try:
@@ -70,16 +75,17 @@ class AgentEpisodes:
             raise failure.to_error(kind, f"{text}, for {sample}") from None
         try:
             check_overrides(params, played.params, compares_engine=self.compares_engine)
-            return read_trajectory(
-                played.result,
-                prompt,
-                played.completions,
+            read = partial(
+                read_trajectory,
+                prompt=prompt,
+                completions=played.completions,
                 context_length=self.context_length,
                 step_rewards=self.step_rewards,
                 scored_later=self.pool.spec.scored_later,
                 temperature_factors=temperature_factors(params, played.params),
                 whole_vocabulary=not any(map(find_restriction, played.params)),
             )
+            return read_episode(played.result, number, read, step_rewards=self.step_rewards)
         except (RewardError, RolloutError) as error:
             message = f"{agent}: {error.message}, for {sample}"
             raise type(error)(message, try_this=error.try_this) from None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
+from openrlhf.agents.branches import last_of_episodes
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajectory
 
@@ -30,7 +31,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The samples of a prompt, in order, and the errors of the missing ones.
+    """The samples of a prompt, in order, and the errors of the missing ones. A sample may have several trajectories.
 
     Reward and score are NaN if reward models score the samples later. Failures occur only with --on_reward_error skip.
     """
@@ -72,7 +73,7 @@ class ReportingExecutor:
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
         result = await self.inner.run_group(prompt, params, sessions)
-        self.samples += len(result.trajectories) + len(result.failures)
+        self.samples += len(last_of_episodes(result.trajectories)) + len(result.failures)
         for failure in result.failures:
             self.failures += 1
             text = " ".join(str(failure).split())  # on one line

@@ -144,11 +144,14 @@ class AgentExecutorBase(ABC):
         max_length: int,
         hf_tokenizer: PreTrainedTokenizerBase,
         llm_engine: LLMEngine,
-    ) -> EpisodeResult:
+    ) -> EpisodeResult | list[EpisodeResult]:
         """Run one episode of at most `max_length` tokens and return it.
 
         The result is a dict with observation_tokens, action_ranges, rollout_log_probs and reward. Optional keys are
         scores (default: the reward), extra_logs, truncated and step_rewards; `EpisodeResult` describes them.
+
+        If the episode is not one growing sequence of tokens, return a list of such dicts, one for each sequence. The
+        reward and the scores of the last one hold for all. An action belongs to the ranges of only one of them.
         """
 
 
@@ -175,17 +178,17 @@ class EpisodeExecutor(AgentExecutorBase):
         max_length: int,
         hf_tokenizer: PreTrainedTokenizerBase,
         llm_engine: LLMEngine,
-    ) -> EpisodeResult:
+    ) -> EpisodeResult | list[EpisodeResult]:
         """Run one episode and return it with its prompt and label."""
         task = EpisodeTask(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine)
         result = await self.run_episode(task)
-        if not isinstance(result, Mapping):  # invalid; `read_trajectory` reports what is expected
+        if not isinstance(result, Mapping):  # several, or invalid: `read_trajectory` reports what is expected
             return result
         return {"prompt": prompt, "label": label, **result}
 
     @abstractmethod
-    async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
-        """Run one episode and return its tokens and reward."""
+    async def run_episode(self, task: EpisodeTask) -> EpisodeResult | list[EpisodeResult]:
+        """Run one episode and return its tokens and reward; see `execute`."""
 
 
 class ResetStates(TypedDict):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import try_to_load_from_cache
 
+from openrlhf.agents.branches import last_of_episodes
 from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, shorten
 from openrlhf.config.checks.paths import split_revision
@@ -276,7 +277,7 @@ def explain(tried: Sequence[tuple[Trial, GroupResult]], tokenizer: PreTrainedTok
     wrong: dict[int, set[float]] = {}
     for trial, result in tried:
         if trial.right is not None and not result.failures:
-            for answer, item in zip(trial.answers, result.trajectories, strict=True):
+            for answer, item in zip(trial.answers, last_of_episodes(result.trajectories), strict=True):
                 side = right if answer == trial.right else wrong
                 side.setdefault(trial.prompt.index, set()).add(item.reward)
     if right and right == wrong and all(len(found) == 1 for found in right.values()):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from openrlhf.agents.branches import last_of_episodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.config.commands import RLConfig
 from openrlhf.monitor import Progress
@@ -40,11 +41,12 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
     values: dict[str, float] = {}
     for source in sorted({item.prompt.datasource for item in trajectories}):
         own = [item for item in trajectories if item.prompt.datasource == source]
+        episodes = last_of_episodes(own)
         groups: dict[int, list[float]] = {}
-        for item in own:
+        for item in episodes:
             groups.setdefault(item.prompt.index, []).append(item.score)
-        values[f"eval_{source}_reward"] = float(np.mean([item.reward for item in own]))
-        if all(item.score in (0.0, 1.0) for item in own):
+        values[f"eval_{source}_reward"] = float(np.mean([item.reward for item in episodes]))
+        if all(item.score in (0.0, 1.0) for item in episodes):
             for k in (1, n):
                 rates = [pass_at_k(len(group), int(sum(group)), k) for group in groups.values() if len(group) >= k]
                 if rates:  # empty if too many samples failed
@@ -52,7 +54,7 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
         values |= {f"eval_{source}_{name}": value for name, value in _lengths(own).items()}
     if trajectories:  # otherwise all samples failed
         values |= {f"eval_{name}": value for name, value in _lengths(trajectories).items()}
-    return values | {"eval_num_samples": float(len(trajectories))}
+    return values | {"eval_num_samples": float(len(last_of_episodes(trajectories)))}
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.agents.branches import episode_numbers, last_of_episodes
 from openrlhf.algo import shaping
 from openrlhf.algo.advantages import ADVANTAGES, normalize
 from openrlhf.algo.kl import kl_penalty
@@ -110,21 +111,27 @@ def compute_experience(
         kl = compute_kl(own, reference_log_probs, mask, config.kl.kl_estimator)
     penalty = None if config.kl.use_kl_loss else kl
 
-    # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
+    # Apply penalties, compare rewards within their group, clip them, and assign them to tokens. The trajectories of an
+    # episode share the lowest of their penalised rewards, and count once in their group.
     rewards = penalised(tokens, flags, config.rollout.longest_response)  # [samples]
     group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
+    numbers = episode_numbers(trajectories)
+    first = torch.from_numpy(np.unique(numbers, return_index=True)[1])  # [episodes]: the first sample of each
+    episodes = torch.from_numpy(numbers)  # [samples]
+    rewards = rewards.new_zeros(len(first)).scatter_reduce(0, episodes, rewards, "amin", include_self=False)[episodes]
     estimator, last = config.advantage.advantage_estimator, tokens.last_actions()
     shaped = None
     if flags.step_rewards:
         steps = step_token_rewards(tokens, rewards, group_ids, estimator, flags.reward_clip_range)
         token_rewards = shaping.spread(torch.zeros_like(rewards), last, penalty, mask, kl_coef).add_(steps)
     else:
-        shaped = shaping.SHAPING[estimator](rewards, group_ids).clamp(*flags.reward_clip_range)  # [samples]
+        shape = shaping.SHAPING[estimator]
+        shaped = shape(rewards[first], group_ids[first])[episodes].clamp(*flags.reward_clip_range)  # [samples]
         token_rewards = shaping.spread(shaped, last, penalty, mask, kl_coef)
     outcomes = shaped if penalty is None or kl_coef <= 0 else None
     advantages, returns = compute_advantages(tokens, token_rewards, outcomes, values, config.advantage)
 
-    metrics = rollout_metrics(tokens, rewards, group_ids, token_rewards)
+    metrics = rollout_metrics(tokens, rewards[first], group_ids[first], token_rewards)
     # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
     metrics["rollout/entropy"] = -float(masked(rollout_log_probs, mask).sum() / tokens.num_actions)
     if kl is not None:
@@ -184,10 +191,11 @@ async def with_model_rewards(
 ) -> list[Trajectory]:
     """Use the reward models to score samples that have no reward; with `each_step`, keep one reward per step.
 
-    Scores set by an agent are kept.
+    Scores set by an agent are kept. Of an episode with several trajectories, only the last one is scored.
     """
     rewarded = list(trajectories)
-    missing = [place for place, item in enumerate(trajectories) if math.isnan(item.reward)]
+    last = dict(zip(episode_numbers(trajectories).tolist(), range(len(trajectories)), strict=True))  # by episode
+    missing = [place for place in last.values() if math.isnan(trajectories[place].reward)]
     given = await workers.rewards([trajectories[place] for place in missing]) if missing else None
     if given is None:
         return rewarded
@@ -200,6 +208,10 @@ async def with_model_rewards(
             steps = merge_steps(given.steps[number], whole)
             reward = math.fsum(value for _, value in steps)
         rewarded[place] = replace(item, reward=reward, score=score, step_rewards=steps)
+    for place, number in enumerate(episode_numbers(trajectories).tolist()):
+        if place != last[number]:
+            whole = rewarded[last[number]]
+            rewarded[place] = replace(rewarded[place], reward=whole.reward, score=whole.score)
     return rewarded
 
 
@@ -256,12 +268,16 @@ def last_action(item: Trajectory) -> int:
 def rollout_metrics(
     tokens: RolloutTokens, rewards: Tensor, group_ids: Tensor, token_rewards: Tensor
 ) -> dict[str, float]:
-    """Return the metrics of a rollout to log, including the mean of each entry of the agents' `extra_logs`."""
+    """Return the metrics of a rollout to log, including the mean of each entry of the agents' `extra_logs`.
+
+    Rewards and group ids are [episodes], and so are the means of scores and logs; lengths are those of trajectories.
+    """
     trajectories, groups = tokens.trajectories, shaping.group_stats(rewards, group_ids)
+    episodes = last_of_episodes(trajectories)
     several = groups.size > 1
     metrics = {
         "reward": float(rewards.mean()),
-        "score": float(np.mean([item.score for item in trajectories])),
+        "score": float(np.mean([item.score for item in episodes])),
         "return": float(token_rewards.sum()) / len(trajectories),
         "response_length": tokens.num_actions / len(trajectories),
         "total_length": float(tokens.lengths.mean()),
@@ -274,8 +290,7 @@ def rollout_metrics(
         equal = (groups.low == groups.high)[several].double()  # [samples in groups of several]
         sizes = groups.size[several].double()
         metrics["rollout/equal_groups"] = float((equal / sizes).sum() / (1 / sizes).sum())  # each group counts once
-    names = sorted({name for item in trajectories for name in item.extra_logs})
+    names = sorted({name for item in episodes for name in item.extra_logs})
     return metrics | {
-        name: float(np.mean([item.extra_logs[name] for item in trajectories if name in item.extra_logs]))
-        for name in names
+        name: float(np.mean([item.extra_logs[name] for item in episodes if name in item.extra_logs])) for name in names
     }

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from openrlhf.agents.branches import last_of_episodes
 from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.shaping import group_is_kept
@@ -248,6 +249,7 @@ def seed_of(*numbers: int) -> int:
 
 def is_kept(group: Sequence[Trajectory], flags: RolloutFlags) -> bool:
     """Return False for a group without signal: empty, reduced to one sample by failures, or filtered by its scores."""
+    group = last_of_episodes(group)
     if len(group) < min(2, flags.n_samples_per_prompt):
         return False
     if not flags.dynamic_filtering:

@@ -38,6 +38,7 @@ SCALARS = {
     "truncated": pa.bool_(),
     "version": pa.int64(),
     "whole_vocabulary": pa.bool_(),
+    "episode": pa.int64(),
 }
 STEPS = pa.list_(pa.struct([("place", pa.int32()), ("reward", pa.float64())]))
 Values: TypeAlias = Sequence[NDArray[Any]] | Sequence[str] | Sequence[int]  # of one column, one per sample

@@ -23,7 +23,7 @@ def file(write):
 def test_guide_has_a_file_for_every_kind():
     assert set(FILES) == {
         *("reward.py", "server.py", "environment.py", "steps.py", "client.py", "game.py", "gym.py"),
-        *("program_reward.py", "judge.py"),
+        *("program_reward.py", "judge.py", "compaction.py"),
     }
 
 
@@ -113,6 +113,16 @@ def test_environment(build, file, name):
     got = run(build(agent_func_path=file(name)), [Scripted("1", "2"), Scripted("4")]).trajectories
     assert [item.reward for item in got] == [1.0, 0.0]
     assert decode(got[0].input_ids) == "1+1=1\nNo. Again: 2"
+
+
+def test_episode_with_several_trajectories(build, file):
+    sessions = [Scripted("one plus one", "2"), Scripted("?", "3")]
+    got = run(build(agent_func_path=file("compaction.py"), context_length=99), sessions).trajectories
+    assert [decode(item.input_ids) for item in got] == [
+        *("1+1= Take notes: one plus one", "1+1= Your notes: one plus one The answer: 2"),
+        *("1+1= Take notes: ?", "1+1= Your notes: ? The answer: 3"),
+    ]
+    assert [(item.episode, item.reward) for item in got] == [(0, 1.0), (0, 1.0), (1, 0.0), (1, 0.0)]
 
 
 def test_openai_client(build, file):

@@ -1,6 +1,7 @@
 """pass@1 and pass@n by datasource, against hand-worked numbers."""
 
 import asyncio
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -59,6 +60,13 @@ def test_pass_rates_use_scores_and_ignore_partial_credit():
     partial = summary([sample(prompt, 0.4, 0.4), sample(prompt, 1.0, 1.0)], 2)
     assert partial["eval_d0_reward"] == 0.7
     assert not any("_pass" in name for name in partial)
+
+
+def test_an_episode_with_several_trajectories_counts_once():
+    (prompt,) = prompts(1)
+    twice = [replace(sample(prompt, 1.0, 1.0), episode=0)] * 2
+    found = summary([*twice, replace(sample(prompt, 0.0, 0.0), episode=1)], 2)
+    assert (found["eval_d0_reward"], found["eval_d0_pass1"], found["eval_num_samples"]) == (0.5, 0.5, 2.0)
 
 
 def test_a_prompt_that_lost_samples_counts_with_its_remaining_k():

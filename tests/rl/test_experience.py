@@ -113,6 +113,48 @@ def test_only_action_tokens_have_an_advantage():
         assert not found.advantages[~found.tokens.action_mask].any()
 
 
+# The first episode has two trajectories, the second one.
+BRANCHED = [
+    sample(0, (5, 6, 7, 8), (0, 0, 1, 1), 1.0, episode=0),
+    sample(0, (4, 7), (0, 1), 1.0, episode=0, extra_logs={"speed": 4.0}),
+    sample(0, (5, 6, 8), (0, 0, 1), 3.0, episode=1, extra_logs={"speed": 6.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "advantage"),
+    # 1 and 3 have mean 2 and standard deviation sqrt(2); the mean of the others is 3 and 1. Over trajectories the mean
+    # would be 5/3.
+    [("group_norm", 0.5**0.5), ("dr_grpo", 1.0), ("rloo", 2.0)],
+)
+def test_an_episode_counts_once_and_all_its_trajectories_get_its_advantage(estimator, advantage):
+    settings = replace_flags(GRPO, advantage_estimator=estimator)
+    found = experience(settings, TableWorkers(critic=False), trajectories=BRANCHED)
+    assert at_actions(found, "advantages") == approx_rows([[-advantage] * 2, [-advantage], [advantage]])
+    assert found.metrics["reward"] == 2.0
+    assert found.metrics["group_reward_std"] == pytest.approx(2**0.5)
+    assert found.metrics["speed"] == 5.0
+
+
+def test_the_lowest_penalised_reward_of_an_episode_holds_for_all_its_trajectories():
+    cut = [replace(BRANCHED[0], truncated=True), *BRANCHED[1:]]
+    settings = replace_flags(GRPO, advantage_estimator="dr_grpo", stop_properly_penalty_coef=0.5)
+    found = experience(settings, TableWorkers(critic=False), trajectories=cut)
+    # 0.5 and 3 have mean 1.75.
+    assert at_actions(found, "advantages") == approx_rows([[-1.25] * 2, [-1.25], [1.25]])
+
+
+def test_reward_models_score_the_last_trajectory_of_an_episode():
+    class Lengths(TableWorkers):
+        async def rewards(self, trajectories):
+            scores = torch.tensor([float(len(item.input_ids)) for item in trajectories])
+            return ModelRewards(scores, scores, [()] * len(trajectories))
+
+    unscored = [replace(item, reward=NAN, score=NAN) for item in BRANCHED]
+    found = experience(GRPO, Lengths(critic=False), trajectories=unscored)
+    assert [(item.reward, item.score) for item in found.trajectories] == [(2.0, 2.0), (2.0, 2.0), (3.0, 3.0)]
+
+
 def test_grpo_compares_the_samples_of_a_prompt():
     found = experience(GRPO, TableWorkers(critic=False))
     # 1 and 3 have mean 2 and standard deviation sqrt(2); equal rewards carry no signal.

@@ -7,11 +7,13 @@ import pytest
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
+from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import RolloutError
 from openrlhf.rl.group_stream import StreamState
-from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, run_groups, sampling
+from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, is_kept, run_groups, sampling
+from openrlhf.types import Prompt
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
-from tests.samples import plain
+from tests.samples import make_trajectory, plain
 
 CONFIG = replace_flags(RLConfig(), rollout_batch_size=3, n_samples_per_prompt=2, max_len=8, max_new_tokens=10, seed=5)
 
@@ -131,3 +133,16 @@ def test_a_failing_group_cancels_waiting_groups():
         asyncio.run(
             run_groups(prompts(5), EchoEngine(), FailingExecutor(), replace_flags(CONFIG, max_concurrent_episodes=1))
         )
+
+
+def test_a_group_is_filtered_by_the_scores_of_its_episodes():
+    """Over trajectories, the mean score would be 0.5."""
+    flags = RolloutFlags(n_samples_per_prompt=3, dynamic_filtering=True, dynamic_filtering_reward_range=(0.4, 1.0))
+
+    def trajectory(episode, score):
+        return make_trajectory(Prompt(0, "", (5,)), (5, 7), (0, 1), score=score, episode=episode)
+
+    group = [trajectory(0, 1.0), trajectory(0, 1.0), trajectory(1, 0.0), trajectory(2, 0.0)]
+    assert not is_kept(group, flags)
+    assert is_kept([*group, trajectory(3, 1.0)], flags)
+    assert not is_kept(group[:2], RolloutFlags(n_samples_per_prompt=2))  # one sample is left

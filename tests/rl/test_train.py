@@ -100,6 +100,45 @@ def test_prompts_from_the_cache_do_not_change_a_run(train_ppo, tmp_path, monkeyp
     assert len([*(tmp_path / "cache").rglob("*.arrow")]) == 1
 
 
+BRANCHING = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        found, text = [], prompt
+        for turn in range(2):
+            ids = hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+            output = (await llm_engine.generate(ids, sampling_params)).outputs[0]
+            known = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs)]
+            found.append({
+                "observation_tokens": ids + output.token_ids,
+                "action_ranges": [(len(ids), len(ids) + len(output.token_ids))],
+                "rollout_log_probs": [0.0] * len(ids) + known,
+            })
+            text = prompt[:1]
+        return [*found[:-1], {**found[-1], "reward": sum(letter.islower() for letter in output.text) / 8}]
+"""
+
+
+@pytest.mark.slow(seconds=3)
+def test_an_agent_with_several_trajectories_trains_and_its_record_replays(train_ppo, tmp_path):
+    """Each of the 32 episodes of a step has two trajectories, which share reward and advantage."""
+    (tmp_path / "agent.py").write_text(BRANCHING)
+    ran = train_ppo("once", remote_rm_url=None, agent_func_path="./agent.py", train_batch_size=64)
+    rows = read_rollouts(ran, 1)
+    assert len(rows) == 64
+    episodes = {}
+    for row in rows:
+        acting = zip(row["advantages"], row["action_mask"], strict=True)
+        advantage = {round(value, 5) for value, acts in acting if acts}
+        episodes.setdefault((row["prompt"]["index"], row["episode"]), []).append((row["reward"], advantage))
+    assert len(episodes) == 32
+    assert all(len(items) == 2 and items[0] == items[1] for items in episodes.values())
+    assert ran.train("reward")[0] == pytest.approx(sum(items[0][0] for items in episodes.values()) / 32)
+    again = train_ppo("again", replay="./once/run/rollouts", train_batch_size=64)
+    assert have_equal_weights(weights(again), weights(ran))
+
+
 def test_an_empty_queue_equals_the_synchronous_run(train_ppo):
     flags = {"train_batch_size": 16}
     sync, queue = train_ppo("sync", **flags), train_ppo("queue", async_train=True, async_queue_size=0, **flags)

@@ -171,7 +171,7 @@ class Worker(ABC):
             self.tasks.pop(call, None)
 
     async def _run_episode(self, call: int, given: messages.EpisodeInput) -> messages.Json:
-        """Run one episode; return its RESULT_KEYS, or the unchanged result if it is not a dict."""
+        """Run one episode; return the RESULT_KEYS of its dicts, or the unchanged result if there are none."""
         engine = self.router.open(call, given.params.seed, given.prompt)
         set_seed(given.params.seed, seeds_torch=self.owns_process)
         more: dict[str, Any] = {"images": None} if takes_keyword(self.executor.execute, "images") else {}
@@ -189,9 +189,14 @@ class Worker(ABC):
             )
         finally:
             self.router.close(call)
-        if not isinstance(result, Mapping):
-            return plain(result)
-        return {key: plain(result[key]) for key in RESULT_KEYS if key in result}
+        if isinstance(result, (list, tuple)) and all(isinstance(item, Mapping) for item in result):
+            return [select_keys(item) for item in result]
+        return select_keys(result) if isinstance(result, Mapping) else plain(result)
+
+
+def select_keys(result: Mapping[str, object]) -> dict[str, messages.Json]:
+    """Return the part of an episode's result that the trainer reads."""
+    return {key: plain(result[key]) for key in RESULT_KEYS if key in result}
 
 
 class ProcessWorker(Worker):
