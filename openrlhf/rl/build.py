@@ -29,16 +29,21 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.retokenization import Retokenizer
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
-from openrlhf.models.load import load_scalar_model, load_tokenizer
+from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.models import Critic, Models, Policy
 from openrlhf.rl.reward_models import ProcessRewardModel, RewardModel, load_reward_model, share_vocabulary
 from openrlhf.rl.samples import Batching
 from openrlhf.training.adapter_base import AdapterBase
 from openrlhf.training.backend import Frozen
-from openrlhf.training.build import load_language_model, make_backend, make_frozen, make_network
+from openrlhf.training.build import (
+    load_language_model,
+    load_trained_scalar_model,
+    make_backend,
+    make_frozen,
+    make_network,
+)
 from openrlhf.training.optim import schedule
-from openrlhf.training.processes import defers_weights
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 
 
@@ -118,17 +123,7 @@ def build_critic(
             f"the critic {name} has a different tokenizer than the policy",
             try_this="--critic_pretrain with the policy's tokenizer",
         )
-    packing, prefix = config.batches.packing_samples, config.head.value_head_prefix
-    model = load_scalar_model(
-        name,
-        config.model,
-        device=device,
-        packing=packing,
-        head_prefix=prefix,
-        new_head=True,
-        defer=defers_weights(config),
-    )
-    network = make_network(config, model, scalar=True)
+    network = make_network(config, load_trained_scalar_model(config, name, device), scalar=True)
     flags, rate = config.optimizer.critic, config.optimizer.critic_learning_rate
     backend = make_backend(config, network, flags, rate, device, role="critic")
     objective = ValueObjective(config.policy.value_clip, config.model.aux_loss_coef)

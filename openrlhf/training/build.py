@@ -21,6 +21,7 @@ from openrlhf.config.commands import (
     KDConfig,
     KTOConfig,
     PRMConfig,
+    RLConfig,
     RMConfig,
     SFTConfig,
     SupervisedConfig,
@@ -95,20 +96,11 @@ def build(
         config = replace(config, model=replace(config.model, attn_implementation="auto"))
 
     # Load the model to train, with the head that the command needs.
-    name, packing = str(config.model.pretrain), config.batches.packing_samples
+    name = str(config.model.pretrain)
     if isinstance(config, RMConfig):
-        prefix = config.head.value_head_prefix
-        model = load_scalar_model(
-            name,
-            config.model,
-            device=device,
-            packing=packing,
-            head_prefix=prefix,
-            new_head=True,
-            defer=defers_weights(config),
-        )
+        model = load_trained_scalar_model(config, name, device)
         separate_pad_from_eos(model, tokenizer)
-        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
+        model.config.update({"value_head_prefix": config.head.value_head_prefix, "normalize_reward": False})
     else:
         model = load_language_model(config, name, device)
     if isinstance(config, PRMConfig):  # saved with the model, so that scoring uses the same tokens
@@ -133,6 +125,19 @@ def load_language_model(config: TrainingConfig, name: str, device: torch.device)
     packing, defer = config.batches.packing_samples, defers_weights(config)
     with loading(config, device):
         return load_causal_lm(name, config.model, device=device, packing=packing, defer=defer)
+
+
+def load_trained_scalar_model(config: RMConfig | RLConfig, name: str, device: torch.device) -> PreTrainedModel:
+    """Load a model with a scalar head to train: a reward model or a critic. The head is new if the model has none."""
+    return load_scalar_model(
+        name,
+        config.model,
+        device=device,
+        packing=config.batches.packing_samples,
+        head_prefix=config.head.value_head_prefix,
+        new_head=True,
+        defer=defers_weights(config),
+    )
 
 
 def make_network(config: TrainingConfig, model: PreTrainedModel, *, scalar: bool) -> Network:
