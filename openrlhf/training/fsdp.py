@@ -65,9 +65,9 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         self.join_ranks(shared.lane if shared else world)
         self.module = self.root = shards.shard_network(network, device, offload=sharding.adam_offload)
         self.run = shards.run_sharded(self.root)
-        self.offloaded_shards = sharding.adam_offload
+        self.is_offloaded = sharding.adam_offload
         choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
-        self.optimizer = self.shards = ShardOptimizer(network, optimizer, learning_rate, device=device)
+        self.optimizer = self.shard_optimizer = ShardOptimizer(network, optimizer, learning_rate, device=device)
         self.loss_scale = LossScale() if network.dtype == torch.float16 else None
         self.audit = Audit(self.optimizer.named, lambda master: master, lambda found: largest(found, device))
         if sharding.deepcompile:
@@ -75,7 +75,7 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         self.module.train()
 
     def optim_step(self, scale: float) -> float | None:
-        self.shards.link()
+        self.shard_optimizer.link()
         if self.audit.hooks:  # the hooks do not fire, because autograd does not see the shards
             for number, (_, master) in enumerate(self.optimizer.named):
                 if master.grad is not None:
@@ -89,26 +89,27 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         return saved_tensors(self.network, shards.gather_each(self.network.dtype, self.device))
 
     def save(self, folder: Path) -> None:
-        self.shards.link()
-        shapes = {name: parameter.shape for name, parameter in self.shards.sharded}
+        self.shard_optimizer.link()
+        shapes = {name: parameter.shape for name, parameter in self.shard_optimizer.sharded}
         save_shards(folder, self.state(), shapes, process=self.process, num_processes=self.num_processes)
 
     def load(self, folder: Path) -> None:
-        self.shards.link()
-        shapes = {name: parameter.shape for name, parameter in self.shards.sharded}
+        self.shard_optimizer.link()
+        shapes = {name: parameter.shape for name, parameter in self.shard_optimizer.sharded}
         self.restore(
             folder, lambda: load_shards(folder, shapes, process=self.process, num_processes=self.num_processes)
         )
 
     def sleep(self) -> None:
         if self.device.type != "cpu":
-            if not self.offloaded_shards:
+            if not self.is_offloaded:
                 self.root.to("cpu")
+                self.shard_optimizer.link()  # otherwise the masters would keep the memory of the shards
             self.host.take(self.optimizer_states())
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         if self.device.type != "cpu":
-            if not self.offloaded_shards:
+            if not self.is_offloaded:
                 self.root.to(self.device)
             super().wake()
