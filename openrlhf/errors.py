@@ -74,6 +74,14 @@ class DiskError(BackendError):
     """A file that cannot be written: the disk is full, the folder is read-only, or the user lacks permission."""
 
 
+class DeviceMemoryError(BackendError):
+    """A device without memory for the current phase; once `explained`, the message names the phase and what fills it."""
+
+    def __init__(self, message: str, *, try_this: str | None = None, explained: bool = False) -> None:
+        super().__init__(message, try_this=try_this)
+        self.explained = explained
+
+
 class HubError(OpenRLHFError, RuntimeError):
     """A failed upload; the model is complete on this machine, and the message says how to upload it later."""
 

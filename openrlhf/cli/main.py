@@ -13,7 +13,7 @@ from openrlhf.errors import ConfigError
 
 # The order of `openrlhf --help`. A command without a group is listed under OTHER.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Set up": ("doctor", "init"),
+    "Set up": ("doctor", "init", "plan"),
     "Train": (
         *("train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"),
         *("train_ppo", "train_ppo_ray"),
@@ -23,11 +23,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Merge and export": ("lora_combiner", "export"),
 }
 OTHER = "Other"
-# What each command does, by name; preview has no flags of its own config, but those of the command that it previews.
-SUMMARIES = {
-    **{name: summary_of(config) for name, config in COMMANDS.items()},
+# Commands that have no config of their own, but take another command's name and flags.
+WRAPPERS = {
     "preview": "Show the data of a command as its model would see it.",
+    "plan": "Predict the memory and time of a training command, and which flags to change.",
 }
+# What each command does, by name.
+SUMMARIES = {**{name: summary_of(config) for name, config in COMMANDS.items()}, **WRAPPERS}
 END = """
 openrlhf <command> --help           a typical command line and the essential flags
 openrlhf <command> --help all       every flag; --help WORD: a section, a flag, or all flags that mention the word
@@ -40,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     """List the commands, print the version, or pass the remaining arguments to a command."""
     words = list(argv)
     if words[:1] == ["help"] and len(words) > 1:  # `openrlhf help train_sft lora` is `openrlhf train_sft --help lora`
-        named = 3 if words[1] == "preview" else 2  # the command that is previewed belongs to its name
+        named = 3 if words[1] in WRAPPERS else 2  # the command that is wrapped belongs to its name
         words = [*words[1:named], "--help", *words[named:]]
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(list_commands())

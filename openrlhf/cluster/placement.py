@@ -1,8 +1,8 @@
 """Placement of a run on a cluster: its worker groups and engines, and the nodes that they fit on.
 
-`plan` derives groups and engines from the flags, and `pack` assigns their devices to nodes; `session` then reserves
-them. Models that share devices share processes, so a colocated run has one process per device for all its models. This
-module does not use Ray.
+`plan` derives groups (`config/worker_groups.py`) and engines from the flags, and `pack` assigns their devices to nodes;
+`session` then reserves them. Models that share devices share processes, so a colocated run has one process per device
+for all its models. This module does not use Ray.
 """
 
 from __future__ import annotations
@@ -11,27 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_devices, used_roles
-from openrlhf.config.sections.cluster import Role
+from openrlhf.config.worker_groups import COLOCATED, GroupPlan, plan_groups
 from openrlhf.errors import ConfigError, counted
 
-NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
-COLOCATED = "models"  # name of the single group of --colocate_all_models
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """A worker group: the processes of one torch.distributed world, one per device, each holding all `roles`."""
-
-    name: str  # such as policy+reference; used in messages
-    roles: tuple[Role, ...]
-    nodes: int
-    devices_per_node: int
-    rewards: tuple[int, ...] = ()  # its reward models, by their index in --reward_pretrain
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True)
@@ -104,37 +86,6 @@ def plan(config: RLConfig) -> PlacementPlan:
     size, shares = config.engines.vllm_tensor_parallel_size, policy.name if hybrid else None
     per_gpu = config.engines.vllm_engines_per_gpu or 1
     return PlacementPlan(groups, tuple(EnginePlan(number, size, shares, per_gpu) for number in range(count * per_gpu)))
-
-
-def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
-    """Return one group per set of roles that share processes.
-
-    The config checks guarantee that colocated roles request the same number of devices.
-    """
-    placement = config.placement
-    rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
-    used = used_roles(config)
-
-    def make_group(name: str, roles: tuple[Role, ...], rewards: tuple[int, ...]) -> GroupPlan:
-        nodes = placement.num_nodes(roles[0])
-        per_node = num_devices(config, roles[0]) // nodes
-        return GroupPlan(name, roles, nodes, per_node, rewards if "reward" in roles else ())
-
-    if placement.colocate_all_models:
-        return (make_group(COLOCATED, tuple(used), rewards),)
-    together: list[tuple[Role, ...]] = []
-    if placement.colocate_actor_ref and "ref" in used:
-        together.append(("actor", "ref"))
-    if placement.colocate_critic_reward and "critic" in used and rewards:
-        together.append(("critic", "reward"))
-    alone: list[tuple[Role, ...]] = [(role,) for role in used if not any(role in roles for roles in together)]
-    groups: list[GroupPlan] = []
-    for roles in sorted((*together, *alone), key=lambda roles: used.index(roles[0])):
-        if roles == ("reward",) and len(rewards) > 1:
-            groups += [make_group(f"reward-{number}", roles, (number,)) for number in rewards]
-        else:
-            groups.append(make_group("+".join(NAMES[role] for role in roles), roles, rewards))
-    return tuple(groups)
 
 
 @dataclass(frozen=True)

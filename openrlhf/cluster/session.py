@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 from openrlhf.cluster import probes
 from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
-from openrlhf.cluster.placement import GroupPlan, Node, PlacementPlan, explain_shortage, pack
+from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
+from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.errors import BackendError, ConfigError, counted
 from openrlhf.monitor import say
 

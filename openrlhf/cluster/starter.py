@@ -18,11 +18,12 @@ from typing import Any
 from openrlhf.agents.build import reward_spec
 from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
-from openrlhf.cluster.placement import GroupPlan, Node
+from openrlhf.cluster.placement import Node
 from openrlhf.cluster.reward_nodes import NodePool, RewardNode, digest_of, share_processes
 from openrlhf.cluster.session import Cluster
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.monitor import say
 from openrlhf.rl.engines import load_engine

@@ -22,7 +22,7 @@ from torch import Tensor
 from openrlhf.algo.balance import interleave, karmarkar_karp
 from openrlhf.cluster.actors import ModelWorker, RankInfo
 from openrlhf.cluster.calls import Process, ProcessWatch
-from openrlhf.cluster.placement import GroupPlan
+from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.data.shared_prefixes import PrefixGroup
 from openrlhf.rl.models import Models
 from openrlhf.rl.samples import divide_groups

@@ -216,6 +216,38 @@ def check_data(config: C, tell: Callable[[str], None] = say) -> C:
     return apply_rules(config, [rule for rule in RULES[type(config)] if rule in DATA_RULES], tell)
 
 
+# Rules about data, files and installed packages, which a plan for another machine does not need; and about the
+# processes of this launch, because a plan counts its own.
+NOT_FOR_PLANS = frozenset(
+    {
+        *TEMPLATE,
+        *(rule for rule in FILES if rule not in (*REVISIONS, paths.model_folders_exist)),
+        common.required_flags_are_given,
+        common.probabilities_match_datasets,
+        common.keys_fit_into_a_header,
+        extras.needed_extras_are_installed,
+        export.repository_name_is_valid,
+        export.uploading_needs_a_login,
+        paths.outputs_can_be_written,
+        paths.replay_is_of_another_run,
+        placement.launched_processes_become_devices,
+        supervised.processes_fill_the_groups,
+        supervised.micro_batches_divide_the_batch,
+        supervised.multiturn_needs_a_chat_template,
+        supervised.reward_tokens_differ,
+        rl.a_reward_is_given,
+        rl.reward_addresses_are_http_or_python,
+        rl.agents_are_python_files,
+    }
+)
+
+
+def check_sizes(config: C, tell: Callable[[str], None] = say) -> C:
+    """Apply only the rules that concern the sizes of a run: a plan needs the model's config.json, but no data."""
+    common.model_flags_are_given(config)
+    return apply_rules(config, [rule for rule in RULES[type(config)] if rule not in NOT_FOR_PLANS], tell)
+
+
 def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] | None = None) -> C:
     """Apply a command's rules in order and return the final config.
 

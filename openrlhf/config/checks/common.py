@@ -9,6 +9,7 @@ from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.errors import ConfigError, counted
 
 EMPTY = ("", '""', "''")
+MODELS = ("pretrain", "teacher_model")  # required flags that name a model
 NOT_FOR_DATA = ("output_path", "teacher_model")  # required flags that a preview of the data does not need
 
 
@@ -20,6 +21,11 @@ def required_flags_are_given(config: object) -> None:
 def data_flags_are_given(config: object) -> None:
     """Require those of the required flags that reading the data depends on."""
     require(config, [name for name in flags_of(type(config)) if name not in NOT_FOR_DATA])
+
+
+def model_flags_are_given(config: object) -> None:
+    """Require those of the required flags that name models."""
+    require(config, [name for name in flags_of(type(config)) if name in MODELS])
 
 
 def require(config: object, names: Iterable[str]) -> None:

@@ -123,6 +123,7 @@ class RunFlags:
     """This run"""
 
     run_dir: str | None = flag(None, "Folder for config, metrics and rollouts (default: a folder in --save_path).")
+    skip_memory_check: bool = flag(False, "Start even if the run is predicted not to fit into memory.")
     dry_run: bool = flag(
         False,
         "Check the flags, test the data and the reward on the first 8 rows, and exit without loading models.",

@@ -1,0 +1,190 @@
+"""Does a run fit? Compare its memory with that of the machine, and find the flags that help.
+
+A run that cannot fit needs more than there is even with the shortest data. One that does not fit may still work, if the
+data is shorter than the flags allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from openrlhf.config.workload import Workload
+from openrlhf.errors import counted
+from openrlhf.plan.engine import EnginePlace
+from openrlhf.plan.estimate import TIGHT, GroupMemory, PhaseMemory, Shapes, estimate, shape_of_policy
+from openrlhf.plan.gpus import GIB, Machine
+from openrlhf.plan.seconds import PhaseSeconds, phase_seconds
+from openrlhf.plan.terms import largest, least, total
+
+Fit = Literal["fits", "is tight", "does not fit", "cannot fit"]
+ADAPTER_RANK = 32  # of the suggestion to train adapters
+WORTHWHILE = 0.01  # share of a device's memory that a suggested flag must save
+MOST_ROUNDS = 8  # flags that are combined to make a run fit
+
+
+@dataclass(frozen=True)
+class FlagChange:
+    """A change of flags, and the memory of the fullest device after it."""
+
+    flags: str
+    peak: float  # bytes
+    work: Workload
+    learns_differently: bool = False
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A planned run on a machine."""
+
+    work: Workload
+    machine: Machine
+    shapes: Shapes
+    groups: tuple[GroupMemory, ...]
+    seconds: tuple[PhaseSeconds, ...]
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device."""
+        if self.machine.gpu is None:
+            return self.machine.host_memory or float("inf")
+        return self.machine.gpu.memory
+
+    @property
+    def engine_shortage(self) -> float:
+        """Bytes that a vLLM engine lacks on each of its devices; negative if it has room."""
+        if self.work.engine is None or self.machine.gpu is None:
+            return 0.0
+        shape = shape_of_policy(self.work, self.shapes)
+        return EnginePlace(self.work, self.work.engine, shape, self.machine).shortage
+
+    @property
+    def fullest(self) -> GroupMemory:
+        """The group whose devices need the most memory."""
+        return max(self.groups, key=lambda group: total(group.peak.device))
+
+    @property
+    def peak(self) -> float:
+        """Bytes that the fullest device needs; an engine without room needs more than there is."""
+        needed = total(self.fullest.peak.device)
+        return needed if self.engine_shortage <= 0 else max(needed, self.memory + self.engine_shortage)
+
+    @property
+    def fit(self) -> Fit:
+        needed = max(least(phase.device) for group in self.groups for phase in group.phases)
+        if needed > self.memory or self.engine_shortage > 0:
+            return "cannot fit"
+        if self.peak > self.memory:
+            return "does not fit"
+        return "is tight" if self.peak > TIGHT * self.memory else "fits"
+
+    def phase(self, name: str) -> PhaseMemory | None:
+        """Return the phase of this name in the group in which it needs the most."""
+        found = [phase for group in self.groups for phase in group.phases if phase.phase == name]
+        return max(found, key=lambda phase: total(phase.device), default=None)
+
+    def problem(self) -> str:
+        """Say in one sentence what needs the most, and of what."""
+        if self.engine_shortage > 0:
+            assert self.work.engine is not None
+            return (
+                f"a vLLM engine on {counted(self.work.engine.devices, 'device')} lacks "
+                f"{self.engine_shortage / GIB:.1f} GiB on each for its weights and the KV cache of one sequence"
+            )
+        peak = self.fullest.peak
+        parts = ", ".join(map(str, largest(peak.device)))
+        return (
+            f"{peak.phase} needs {total(peak.device) / GIB:.1f} GiB of {self.memory / GIB:.1f} GiB on each device of "
+            f"{self.fullest.name}: {parts}"
+        )
+
+
+def assess(work: Workload, machine: Machine, shapes: Shapes) -> Assessment:
+    """Plan a run on a machine."""
+    return Assessment(
+        work, machine, shapes, estimate(work, machine, shapes), phase_seconds(work, machine, shapes)
+    )
+
+
+def suggestions(plan: Assessment) -> list[FlagChange]:
+    """Return the changes that save memory on the fullest device, the most effective first."""
+    found = []
+    for flags, work, differs in changes(plan.work, plan.machine):
+        peak = assess(work, plan.machine, plan.shapes).peak
+        if plan.peak - peak > WORTHWHILE * plan.memory:
+            found.append(FlagChange(flags, peak, work, differs))
+    return sorted(found, key=lambda one: one.peak)
+
+
+def remedy(plan: Assessment) -> list[FlagChange]:
+    """Return changes that make the run fit together; those that change what is learned come last. Empty if none do."""
+    chosen: list[FlagChange] = []
+    current = plan
+    while current.peak > TIGHT * current.memory and len(chosen) < MOST_ROUNDS:
+        options = suggestions(current)
+        best = next((one for one in options if not one.learns_differently), options[0] if options else None)
+        if best is None:
+            return []
+        chosen.append(best)
+        current = assess(best.work, plan.machine, plan.shapes)
+    return chosen
+
+
+def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, bool]]:
+    """Yield the changes of flags that may save memory, and whether they change what is learned."""
+    several = work.groups[0].devices > 1
+    if not work.recompute:
+        yield "--gradient_checkpointing", replace(work, recompute=True), False
+    if work.train_tokens > work.sequence:
+        half = max(work.sequence, work.train_tokens // 2)
+        name = "--train_max_tokens_per_gpu" if work.by_tokens else "--micro_train_batch_size"
+        value = half if work.by_tokens else max(1, half // work.sequence)
+        smaller = replace(work, train_tokens=half, micro_batches=work.micro_batches * 2)
+        yield f"{name} {value}", smaller, False
+    if several and work.zero_stage < 3 and not work.loading.load_in_4bit and not work.compiled:
+        yield "--zero_stage 3", replace(work, zero_stage=3), False
+    if not work.adam_offload and machine.gpu is not None and (not several or work.zero_stage >= 1):
+        yield "--adam_offload", replace(work, adam_offload=True), False
+    yield from offloading(work)
+    if several and work.train_tokens <= work.sequence and work.groups[0].devices % (2 * work.ring) == 0:
+        yield f"--ring_attn_size {2 * work.ring}", replace(work, ring=2 * work.ring), False
+    yield from engine_changes(work, machine)
+    if not work.lora.lora_rank:
+        adapters = replace(work, lora=replace(work.lora, lora_rank=ADAPTER_RANK))
+        yield f"--lora_rank {ADAPTER_RANK}", adapters, True
+    elif not work.loading.load_in_4bit and not (several and work.zero_stage == 3) and machine.gpu is not None:
+        yield "--load_in_4bit", replace(work, loading=replace(work.loading, load_in_4bit=True)), True
+
+
+def offloading(work: Workload) -> Iterator[tuple[str, Workload, bool]]:
+    """Yield the flags that keep frozen or idle models in host memory."""
+    roles = {model.role for group in work.groups for model in group.models if not model.trained and not model.offloaded}
+    if roles:
+        moved = [
+            replace(group, models=tuple(replace(model, offloaded=not model.trained) for model in group.models))
+            for group in work.groups
+        ]
+        name = "--ref_reward_offload" if work.trains_policy else "--ref_offload"
+        yield "--teacher_offload" if "teacher" in roles else name, replace(work, groups=tuple(moved)), False
+    shares = work.engine is not None and work.engine.vllm and any(group.has_engine for group in work.groups)
+    if work.trains_policy and not work.sleeps and shares:
+        yield "--deepspeed_enable_sleep", replace(work, sleeps=True), False
+
+
+def engine_changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, bool]]:
+    """Yield the flags that give engines less memory, or more devices."""
+    engine = work.engine
+    if engine is None or not engine.vllm:
+        return
+    shares = any(group.has_engine for group in work.groups)
+    if shares and not engine.sleeps:
+        yield "--vllm_enable_sleep", replace(work, engine=replace(engine, sleeps=True)), False
+    for share in (0.8, 0.6, 0.4):
+        if shares and share < engine.memory_share:
+            smaller = replace(work, engine=replace(engine, memory_share=share))
+            yield f"--vllm_gpu_memory_utilization {share}", smaller, False
+    size = 2 * engine.devices
+    if size <= machine.per_node and engine.count % 2 == 0 and engine.per_gpu == 1:
+        wider = replace(work, engine=replace(engine, devices=size, count=engine.count // 2))
+        yield f"--vllm_tensor_parallel_size {size} --vllm_num_engines {engine.count // 2}", wider, False

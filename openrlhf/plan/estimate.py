@@ -1,0 +1,245 @@
+"""Memory of a run by group of devices and phase: which models are on a device in each phase, and what they do there.
+
+A phase ends before the next one begins, so each has a peak of its own. Asleep models are in host memory, and pinned
+buffers stay there for the rest of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from openrlhf.config.workload import WorkGroup, WorkModel, Workload
+from openrlhf.plan import terms
+from openrlhf.plan.activations import forward_terms, training_terms
+from openrlhf.plan.engine import ROLE, EnginePlace
+from openrlhf.plan.gpus import GIB, Machine
+from openrlhf.plan.shapes import ModelShape
+from openrlhf.plan.states import FP32, ModelPlace, resting_terms, weight_terms
+from openrlhf.plan.terms import Term, total
+
+Phase = str
+LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING = (
+    *("loading", "generation", "experience", "training"),
+    *("sync", "saving"),
+)
+PHASES: tuple[Phase, ...] = (LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING)
+Shapes = Mapping[tuple[str, bool], ModelShape]  # by name and whether the head is scalar
+
+CONTEXT_BYTES = 0.6 * GIB  # of a process on a GPU: CUDA, cuBLAS
+NCCL_BYTES = 0.7 * GIB  # buffers of a process that communicates with others
+RESERVE_SHARE = 0.15  # of passing tensors: memory that PyTorch's allocator holds in pieces too small to use
+SYNC_BUCKET = 256 * 1024**2  # rollout/channel.py
+HOST_PROCESS = 4 * GIB  # of host memory: Python, PyTorch and CUDA in one process
+LOADED_FILE = 5 * GIB  # part of a checkpoint that each process reads at a time under ZeRO-3
+TIGHT = 0.92  # share of the memory above which a run is tight
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory of one phase."""
+
+    phase: Phase
+    device: tuple[Term, ...]  # on each device
+    host: tuple[Term, ...]  # on each node
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Memory of the phases of a group of devices that hold the same."""
+
+    name: str
+    devices: int
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase that needs the most of a device."""
+        return max(self.phases, key=lambda phase: total(phase.device))
+
+    @property
+    def host_peak(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: total(phase.host))
+
+
+@dataclass(frozen=True)
+class GroupPlaces:
+    """The models of a group, and the engines on its devices."""
+
+    work: Workload
+    group: WorkGroup
+    models: tuple[ModelPlace, ...]
+    engine: EnginePlace | None
+
+    @property
+    def trained(self) -> list[ModelPlace]:
+        return [place for place in self.models if place.model.trained]
+
+    @property
+    def frozen(self) -> list[ModelPlace]:
+        return [place for place in self.models if not place.model.trained]
+
+
+def estimate(work: Workload, machine: Machine, shapes: Shapes) -> tuple[GroupMemory, ...]:
+    """Return the memory of each group of devices; engines with devices of their own are a group, too."""
+    found: list[GroupMemory] = []
+    engine = None
+    if work.engine is not None:
+        engine = EnginePlace(work, work.engine, shape_of_policy(work, shapes), machine)
+    for group in work.groups:
+        places = tuple(place_of(work, group, model, shapes, machine) for model in group.models)
+        here = GroupPlaces(work, group, places, engine if group.has_engine else None)
+        found.append(group_memory(here, machine))
+    if engine is not None and not any(group.has_engine for group in work.groups):
+        context = Term(ROLE, terms.CONTEXT, CONTEXT_BYTES + NCCL_BYTES)
+        host = Term(ROLE, terms.PROCESSES, HOST_PROCESS * min(engine.engine.devices, machine.per_node))
+        needed = PhaseMemory(GENERATION, (*engine.terms(), context), (host,))
+        found.append(GroupMemory("engines", work.devices - sum(group.devices for group in work.groups), (needed,)))
+    return tuple(found)
+
+
+def shape_of_policy(work: Workload, shapes: Shapes) -> ModelShape:
+    first = work.groups[0].models[0]
+    return shapes[first.name, first.scalar]
+
+
+def place_of(work: Workload, group: WorkGroup, model: WorkModel, shapes: Shapes, machine: Machine) -> ModelPlace:
+    return ModelPlace(work, group, model, shapes[model.name, model.scalar], on_cpu=machine.gpu is None)
+
+
+def group_memory(here: GroupPlaces, machine: Machine) -> GroupMemory:
+    """Return the phases of a group."""
+    makers: dict[Phase, Callable[[GroupPlaces], list[Term]]] = {LOADING: on_load}
+    if here.engine is not None:
+        makers[GENERATION] = in_generation
+    if any(place.model.trained is False or place.work.trains_policy for place in here.models):
+        makers[EXPERIENCE] = in_experience
+    if here.trained:
+        makers[TRAINING] = in_training
+    if here.work.trains_policy and here.models[0].model.role == "policy":
+        makers[SYNC] = in_sync
+    if here.trained:
+        makers[SAVING] = on_save
+    per_node = max(1, here.group.devices // here.group.nodes)
+    per_node = min(per_node, machine.per_node) if machine.gpu is not None else per_node
+    phases = [
+        PhaseMemory(phase, with_overhead(here, make(here), machine), in_host_memory(here, phase, per_node))
+        for phase, make in makers.items()
+    ]
+    return GroupMemory(here.group.name, here.group.devices, tuple(phases))
+
+
+def with_overhead(here: GroupPlaces, found: Sequence[Term], machine: Machine) -> tuple[Term, ...]:
+    """Add what CUDA and PyTorch's allocator take, and drop empty terms."""
+    if machine.gpu is None:
+        return tuple(term for term in found if term.size > 0)
+    passing = total(term for term in found if not term.certain and term.role != ROLE)
+    separate = here.engine is not None and here.engine.engine.vllm and here.group.name != "model"
+    contexts = CONTEXT_BYTES * (1 + separate) + (NCCL_BYTES if here.group.devices > 1 else 0.0)
+    added = (
+        Term("PyTorch", terms.RESERVE, RESERVE_SHARE * passing, certain=False),
+        Term("PyTorch", terms.CONTEXT, contexts),
+    )
+    return tuple(term for term in (*found, *added) if term.size > 0)
+
+
+# What is on a device in each phase.
+
+
+def resident(places: Sequence[ModelPlace]) -> list[Term]:
+    return [term for place in places for term in resting_terms(place)[0]]
+
+
+def engine_terms(here: GroupPlaces, *, awake: bool, weights: bool = False) -> list[Term]:
+    """Return the engines' memory: all of it, only the weights, or nothing while they sleep."""
+    if here.engine is None:
+        return []
+    found = here.engine.terms()
+    if not here.engine.engine.vllm:  # its cache exists only while it generates
+        return found if awake else [term for term in found if term.kind == terms.WEIGHTS]
+    if awake or not here.engine.engine.sleeps:
+        return found
+    return [term for term in found if weights and term.kind == terms.WEIGHTS]
+
+
+def awake(here: GroupPlaces, place: ModelPlace | None) -> list[Term]:
+    """Return the states of the models on the device while one trained model is in use."""
+    kept = here.trained if not here.work.sleeps else [place] if place is not None else []
+    return [*resident(here.frozen), *resident(kept)]
+
+
+def on_load(here: GroupPlaces) -> list[Term]:
+    """All models are on the device before the first one goes to sleep."""
+    return [*resident(here.models), *engine_terms(here, awake=False)]
+
+
+def in_generation(here: GroupPlaces) -> list[Term]:
+    shared = here.engine is not None and not here.engine.engine.own_weights
+    policy = here.trained[0] if shared and here.trained else None
+    return [*awake(here, policy), *engine_terms(here, awake=True)]
+
+
+def in_experience(here: GroupPlaces) -> list[Term]:
+    """Models score one after the other; the critic's or the policy's states may be on the device meanwhile."""
+    scored = [p for p in here.trained if p.model.role == "critic" or here.work.scores_policy]
+    options: list[list[Term]] = [[*awake(here, place), *forward_terms(place)] for place in scored]
+    for place in here.frozen:
+        moved = weight_terms(place) if place.model.offloaded else []
+        options.append([*awake(here, scored[0] if scored else None), *moved, *forward_terms(place)])
+    best = max(options, key=total, default=awake(here, None))
+    return [*best, *engine_terms(here, awake=False)]
+
+
+def in_training(here: GroupPlaces) -> list[Term]:
+    options = [[*awake(here, place), *training_terms(place)] for place in here.trained]
+    return [*max(options, key=total), *engine_terms(here, awake=False)]
+
+
+def in_sync(here: GroupPlaces) -> list[Term]:
+    policy = here.models[0]
+    shares = here.engine is not None and not here.engine.engine.own_weights
+    buffers = 0.0 if shares else 2 * SYNC_BUCKET + policy.width * policy.shape.largest
+    sent = [Term("policy", terms.SYNC, buffers)]
+    return [*awake(here, policy), *sent, *engine_terms(here, awake=False, weights=True)]
+
+
+def on_save(here: GroupPlaces) -> list[Term]:
+    options = [awake(here, place) for place in here.trained]
+    return [*max(options, key=total), *engine_terms(here, awake=False)]
+
+
+# What is in the host memory of a node.
+
+
+def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term, ...]:
+    """Return the terms of all processes of a node."""
+    found: list[Term] = [Term("all", terms.PROCESSES, HOST_PROCESS)]
+    for place in here.models:
+        if place.on_cpu:
+            continue
+        device, host = resting_terms(place)
+        found += host
+        if here.work.sleeps and place.model.trained and phase != LOADING:
+            states = total(term for term in device if term.kind in terms.STATES)
+            found.append(place.term(terms.ASLEEP, states))
+    if phase == LOADING and here.models and not here.models[0].on_cpu:
+        found.append(max((loading_term(place) for place in here.models), key=lambda term: term.size))
+    if phase == SAVING:
+        found.append(max((saving_term(place) for place in here.trained), key=lambda term: term.size))
+    each = list(terms.times(found, per_node))
+    if here.work.moving_average and here.models[0].model.role == "policy":  # in the first process only
+        each.append(here.models[0].term(terms.AVERAGE, FP32 * here.models[0].trained))
+    return tuple(term for term in each if term.size > 0)
+
+
+def loading_term(place: ModelPlace) -> Term:
+    """Return what a process holds while it loads a model; only language models load in shards."""
+    whole = place.width * place.shape.parameters
+    sharded = place.is_sharded and not place.model.scalar
+    size = min(whole, place.weights / place.ranks + LOADED_FILE) if sharded else whole
+    return place.term(terms.LOADING, min(whole, LOADED_FILE) if place.work.loading.load_in_4bit else size)
+
+
+def saving_term(place: ModelPlace) -> Term:
+    """Return what a process holds while it writes a checkpoint; in one process, all states at the same time."""
+    return place.term(terms.SAVING, 0.0 if place.deepspeed else 3 * FP32 * place.trained)

@@ -1,0 +1,147 @@
+"""The sizes of a model, from its config.json alone: the model is built on the meta device, which holds no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.pytorch_utils import Conv1D
+
+from openrlhf.config.sections.model import LoadingFlags
+from openrlhf.models.forward import Network
+from openrlhf.models.load import read_config
+from openrlhf.plan.flops import MatrixSizes
+
+ROUTERS = ("gate", "router")  # names of the modules that choose experts
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model; counts of parameters include tied ones once."""
+
+    parameters: float
+    embedding: float  # parameters of the input embedding, which may be those of the head
+    head: float  # of the vocabulary head; 0 for a scalar head
+    linear: float  # of the layers that --load_in_4bit quantises: all linear ones but the head and joined experts
+    largest: float  # of the largest tensor
+    layer: float  # of the largest decoder layer
+    adapters: Mapping[str, float]  # of LoRA adapters per rank, by the name of the linear layer
+    matrices: MatrixSizes  # what a token is multiplied with, as if everything were trained
+    vocabulary: int
+    layers: int
+    hidden: int
+    queries: int  # heads x size of a head
+    keys: int  # key heads x size of a head
+    mlp: float  # hidden units of the MLPs that a token passes in a layer
+    routed: int  # experts that a token is routed to; 0 without experts
+    cached: int  # numbers that a KV cache stores per token and layer
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token is multiplied with: all matrices, and as many experts as it is routed to."""
+        sizes = self.matrices
+        return sizes.trained + sizes.frozen + sizes.trained_head + sizes.frozen_head
+
+
+def read_shape(name: str, loading: LoadingFlags, *, scalar: bool = False) -> ModelShape:
+    """Read the shape of a model in a folder or on a hub; `scalar` replaces its vocabulary head by a scalar one."""
+    return shape_of(read_config(name, loading), scalar=scalar, trust_remote_code=loading.trust_remote_code)
+
+
+def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False) -> ModelShape:
+    """Return the shape of a model with these settings."""
+    kind = AutoModelForCausalLM
+    if scalar:
+        kind, settings = AutoModelForSequenceClassification, deepcopy(settings)
+        settings.num_labels = 1
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(settings, trust_remote_code=trust_remote_code)
+    text: Any = settings.get_text_config()  # fields differ between families
+    embedding, head = (
+        getattr(module, "weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    heads = getattr(text, "num_attention_heads", None) or 0
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    queries, keys = heads * head_size, (getattr(text, "num_key_value_heads", None) or heads) * head_size
+    cached = 2 * keys
+    if getattr(text, "kv_lora_rank", None):  # DeepSeek's latent attention: few numbers are cached, and then expanded
+        queries = keys = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+        cached = text.kv_lora_rank + text.qk_rope_head_dim
+    mlp, routed = mlp_width(text)
+    weights = [parameter.numel() for parameter in model.parameters()]
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    adapters: dict[str, float] = {}
+    for matrix in linear_layers(model, head):
+        adapters[matrix.name] = adapters.get(matrix.name, 0) + matrix.count * (matrix.rows + matrix.columns)
+    return ModelShape(
+        parameters=sum(weights),
+        embedding=0 if embedding is None else embedding.numel(),
+        head=0 if head is None else head.numel(),
+        linear=sum(matrix.rows * matrix.columns for matrix in linear_layers(model, head) if not matrix.joined),
+        largest=max(weights),
+        layer=max(layers, default=sum(weights)),
+        adapters=adapters,
+        matrices=MatrixSizes.of(Network(model, self_test=False)),
+        vocabulary=text.vocab_size,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        queries=queries,
+        keys=keys,
+        mlp=mlp,
+        routed=routed,
+        cached=cached,
+    )
+
+
+def mlp_width(text: Any) -> tuple[float, int]:
+    """Return the hidden units of the MLPs that a token passes in a layer, and the experts it is routed to."""
+    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    routed = getattr(text, "num_experts_per_tok", None) or 0
+    if experts == 1 or not routed:
+        return dense, 0
+    width = getattr(text, "moe_intermediate_size", None) or dense
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    shared += (getattr(text, "n_shared_experts", None) or 0) * width
+    return routed * width + shared, routed
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
+    return [layer for stack in stacks for layer in stack]
+
+
+class Matrix(NamedTuple):
+    """A linear layer, or the matrices of all experts in one tensor."""
+
+    name: str  # last part of its module's or its own name
+    count: int
+    rows: int
+    columns: int
+    joined: bool = False
+
+
+def linear_layers(model: PreTrainedModel, head: torch.Tensor | None) -> list[Matrix]:
+    """Return the matrices that get adapters: linear layers but the head, routers, and experts."""
+    found: list[Matrix] = []
+    for name, parameter in model.named_parameters():
+        *_, owner, own = ("", *name.split("."))
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_linear = isinstance(module, nn.Linear | Conv1D) or owner in ROUTERS
+        if is_linear and parameter.ndim == 2 and parameter is not head:
+            found.append(Matrix(owner, 1, *parameter.shape))
+        elif parameter.ndim == 3 and ".experts" in name:
+            count, *sides = parameter.shape
+            count *= 2 if own == "gate_up_proj" else 1  # PEFT doubles the rank for two matrices in one tensor
+            found.append(Matrix(own, count, *sides, joined=True))
+    return found

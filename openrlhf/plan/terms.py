@@ -1,0 +1,60 @@
+"""Terms of a memory plan: how many bytes of what, for which model, on a device or in the host memory of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from openrlhf.plan.gpus import GIB
+
+# Kinds of terms.
+WEIGHTS = "weights"
+MASTERS = "fp32 masters"
+MOMENTS = "optimizer states"
+GRADIENTS = "gradients"
+GATHERED = "gathered layers"
+BUCKETS = "reduce buckets"
+ACTIVATIONS = "activations"
+HEAD = "head chunks"
+CACHE = "KV cache"
+RESERVE = "allocator reserve"
+CONTEXT = "CUDA context"
+SYNC = "sync buffers"
+ASLEEP = "asleep"
+OFFLOADED = "offloaded"
+LOADING = "loading"
+AVERAGE = "moving average"
+SAVING = "files being written"
+PROCESSES = "processes"
+
+STATES = (WEIGHTS, MASTERS, MOMENTS)  # what exists between steps
+
+
+@dataclass(frozen=True)
+class Term:
+    """Bytes of one kind, of one model or engine."""
+
+    role: str
+    kind: str
+    size: float  # bytes
+    certain: bool = True  # False if it depends on the lengths of the data
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.kind} {self.size / GIB:.1f} GiB"
+
+
+def total(terms: Iterable[Term]) -> float:
+    return sum(term.size for term in terms)
+
+
+def least(terms: Iterable[Term]) -> float:
+    """Return what is needed however short the data is."""
+    return total(term for term in terms if term.certain)
+
+
+def times(terms: Iterable[Term], factor: float) -> tuple[Term, ...]:
+    return tuple(replace(term, size=factor * term.size) for term in terms)
+
+
+def largest(terms: Iterable[Term], count: int = 3) -> tuple[Term, ...]:
+    return tuple(sorted(terms, key=lambda term: -term.size)[:count])
