@@ -75,7 +75,7 @@ class DiskError(BackendError):
 
 
 class DeviceMemoryError(BackendError):
-    """A device without memory for the current phase; once `explained`, the message names the phase and what fills it."""
+    """A full device; once `explained`, the message names the phase, what takes the memory and the flags that help."""
 
     def __init__(self, message: str, *, try_this: str | None = None, explained: bool = False) -> None:
         super().__init__(message, try_this=try_this)

@@ -15,6 +15,7 @@ from openrlhf.config.metrics import RL, SECTIONS, SUPERVISED, Metric
 
 DOCS = Path(__file__).parents[1] / "docs"
 GENERATED = "<!-- Written by tools/write_reference.py; do not edit. -->"
+GENERATED_BELOW = "<!-- The rest of this page is written by tools/write_reference.py; do not edit. -->"
 FLAGS_INTRODUCTION = """
 Every flag of every command. **Bold** flags are the essential ones, which `--help` shows; `--help all` shows all of
 them, and `--help FLAG` also lists older and dotted spellings. A switch needs no value. In a YAML file (`--config`),
@@ -98,7 +99,15 @@ def named_commands(metric: Metric) -> str:
     return ", ".join(name.removeprefix("train_") for name in metric.commands)
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page}
+def scale_page() -> str:
+    """The page on memory: the part that people write, then tables of plans."""
+    from tools.scale_page import tables as page  # imports PyTorch and Transformers
+
+    written = (DOCS / "scale.md").read_text(encoding="utf-8").partition(GENERATED_BELOW)[0]
+    return f"{written}{GENERATED_BELOW}\n\n{page()}"
+
+
+PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "scale.md": scale_page}
 
 
 def main() -> None:

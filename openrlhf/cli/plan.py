@@ -13,8 +13,8 @@ from openrlhf.signals import interrupt_on_signals
 
 USAGE = f"""openrlhf plan COMMAND [the command's flags] [--gpus 8xH100] [--nodes N]
 
-Put `plan` in front of a command line to see before you start whether it fits: memory by model, phase and term, seconds by
-phase, and which flags to change. It reads the models' config.json, and neither weights nor data.
+Put `plan` in front of a command line to see before you start whether it fits: memory by model, phase and term, seconds
+by phase, and which flags to change. It reads the models' config.json, and neither weights nor data.
 
 Commands: {", ".join(PLANNED)}
 """

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.models.load import load_tokenizer
 from openrlhf.rl.build import build_models
 from openrlhf.rl.models import Models

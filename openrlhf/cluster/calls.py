@@ -18,9 +18,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from openrlhf.errors import RESUME, BackendError, DeathError, OpenRLHFError
+from openrlhf.errors import RESUME, BackendError, DeathError, DeviceMemoryError, OpenRLHFError
 from openrlhf.event_loop import cancel_all
 from openrlhf.monitor import say
+from openrlhf.training.memory_check import is_out_of_memory
 
 Worker = TypeVar("Worker", covariant=True)  # class of the actor
 Answer = TypeVar("Answer")
@@ -68,8 +69,8 @@ class Process(Generic[Worker]):
     async def answer(self, reference: Awaitable[Answer]) -> Answer:
         """Await an answer and translate its errors.
 
-        An OpenRLHFError keeps its type, the death of the process becomes a DeathError, and any other error a
-        BackendError.
+        An OpenRLHFError keeps its type, the death of the process becomes a DeathError, a full device a
+        DeviceMemoryError, and any other error a BackendError.
         """
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -82,6 +83,8 @@ class Process(Generic[Worker]):
             if isinstance(cause, OpenRLHFError):
                 raise type(cause)(f"{self}: {cause.message}", try_this=cause.try_this) from error
             say(f"unexpected error in {self}:\n{COLOURS.sub('', str(error))}")  # Ray does not log the traceback
+            if is_out_of_memory(cause):
+                raise DeviceMemoryError(f"{self}: {cause}") from error
             raise BackendError(f"{self}: {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
             # Ray's explanation of the death in one sentence, without its advice.

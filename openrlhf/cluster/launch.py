@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.cluster.machine import machine_of
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
@@ -25,6 +26,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.event_loop import mark_retrieved
 from openrlhf.monitor import Sink, say
+from openrlhf.plan.estimate import LOADING
 from openrlhf.rl import train
 from openrlhf.rl.engines import engine_spec
 from openrlhf.rl.train import RLResult
@@ -33,6 +35,7 @@ from openrlhf.rollout.channel import Transport
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import GroupSync
 from openrlhf.rollout.sync_proof import SyncProof
+from openrlhf.training.memory_check import check_memory, explain_memory
 from openrlhf.training.preflight import explain_hardware
 
 
@@ -59,19 +62,22 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
     with connect(asked, folders) as cluster:
         async with open_starter(cluster) as starter:
             explain_hardware(config, torch.device("cpu" if cluster.unit == "CPU" else "cuda"))
+            machine = machine_of(cluster)
+            check_memory(config, machine)
             say(f"starting {asked.describe()}")
             if per_gpu > 1 and cluster.unit == "GPU":
                 say(f"{per_gpu} vLLM engines per GPU take turns, unless CUDA MPS runs on the nodes")
             starting_pools = mark_retrieved(asyncio.ensure_future(starter.start_reward_pools(config)))
             starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
             starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
-            if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
-                engines = await starting_engines
-                if sleeps:
-                    await engines.apply(lambda process: process.call(EngineWorker.sleep))
-                groups = await asyncio.gather(*starting_groups)
-            else:
-                engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
+            with explain_memory(config, LOADING, machine):
+                if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
+                    engines = await starting_engines
+                    if sleeps:
+                        await engines.apply(lambda process: process.call(EngineWorker.sleep))
+                    groups = await asyncio.gather(*starting_groups)
+                else:
+                    engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
 
             # Send weights by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on other GPUs, and by TCP on
             # CPUs.
@@ -91,4 +97,4 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
                 workers_per_engine=workers_per_engine,
             )
             engines.send_weights = sync.resend
-            yield Runtime(workers, engines, sync, await starting_pools)
+            yield Runtime(workers, engines, sync, await starting_pools, machine)

@@ -15,7 +15,6 @@ from openrlhf.config.worker_groups import COLOCATED, GroupPlan, plan_groups
 from openrlhf.errors import ConfigError, counted
 
 
-
 @dataclass(frozen=True)
 class EnginePlan:
     """One engine, on devices of its own or on those of a group; consecutive engines may share their devices."""

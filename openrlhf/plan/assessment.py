@@ -16,11 +16,12 @@ from openrlhf.plan.engine import EnginePlace
 from openrlhf.plan.estimate import TIGHT, GroupMemory, PhaseMemory, Shapes, estimate, shape_of_policy
 from openrlhf.plan.gpus import GIB, Machine
 from openrlhf.plan.seconds import PhaseSeconds, phase_seconds
-from openrlhf.plan.terms import largest, least, total
+from openrlhf.plan.terms import STATES, largest, least, total
 
 Fit = Literal["fits", "is tight", "does not fit", "cannot fit"]
 ADAPTER_RANK = 32  # of the suggestion to train adapters
 WORTHWHILE = 0.01  # share of a device's memory that a suggested flag must save
+SMALLER_SHARE, LEAST_SHARE = 0.15, 0.2  # steps and end of a suggested --vllm_gpu_memory_utilization
 MOST_ROUNDS = 8  # flags that are combined to make a run fit
 
 
@@ -52,12 +53,23 @@ class Assessment:
         return self.machine.gpu.memory
 
     @property
-    def engine_shortage(self) -> float:
-        """Bytes that a vLLM engine lacks on each of its devices; negative if it has room."""
-        if self.work.engine is None or self.machine.gpu is None:
+    def host_peak(self) -> PhaseMemory:
+        """The phase that needs the most host memory of a node."""
+        return max((group.host_peak for group in self.groups), key=lambda phase: total(phase.host))
+
+    @property
+    def host_room(self) -> float:
+        """Bytes of host memory on a node; infinite if unknown or if it is the memory of the device, too."""
+        if self.machine.gpu is None or self.machine.host_memory is None:
+            return float("inf")
+        return self.machine.host_memory
+
+    def engine_shortage(self, *, certain: bool = False) -> float:
+        """Return the bytes that a vLLM engine lacks on each of its devices; negative if it has room."""
+        if self.work.engine is None:
             return 0.0
-        shape = shape_of_policy(self.work, self.shapes)
-        return EnginePlace(self.work, self.work.engine, shape, self.machine).shortage
+        place = EnginePlace(self.work, self.work.engine, shape_of_policy(self.work, self.shapes), self.machine)
+        return place.shortage(certain=certain)
 
     @property
     def fullest(self) -> GroupMemory:
@@ -67,15 +79,23 @@ class Assessment:
     @property
     def peak(self) -> float:
         """Bytes that the fullest device needs; an engine without room needs more than there is."""
-        needed = total(self.fullest.peak.device)
-        return needed if self.engine_shortage <= 0 else max(needed, self.memory + self.engine_shortage)
+        needed, lacking = total(self.fullest.peak.device), self.engine_shortage()
+        return needed if lacking <= 0 else max(needed, self.memory + lacking)
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the fullest device needs however short the data is; on a CPU, only weights and optimizer."""
+        phases = [phase for group in self.groups for phase in group.phases]
+        if self.machine.gpu is None:
+            return max(total(term for term in phase.device if term.kind in STATES) for phase in phases)
+        return max(least(phase.device) for phase in phases)
 
     @property
     def fit(self) -> Fit:
-        needed = max(least(phase.device) for group in self.groups for phase in group.phases)
-        if needed > self.memory or self.engine_shortage > 0:
+        in_host = max(least(phase.host) for group in self.groups for phase in group.phases)
+        if self.needed > self.memory or self.engine_shortage(certain=True) > 0 or in_host > self.host_room:
             return "cannot fit"
-        if self.peak > self.memory:
+        if self.peak > self.memory or total(self.host_peak.host) > self.host_room:
             return "does not fit"
         return "is tight" if self.peak > TIGHT * self.memory else "fits"
 
@@ -86,13 +106,20 @@ class Assessment:
 
     def problem(self) -> str:
         """Say in one sentence what needs the most, and of what."""
-        if self.engine_shortage > 0:
+        lacking = self.engine_shortage()
+        if lacking > 0:
             assert self.work.engine is not None
             return (
-                f"a vLLM engine on {counted(self.work.engine.devices, 'device')} lacks "
-                f"{self.engine_shortage / GIB:.1f} GiB on each for its weights and the KV cache of one sequence"
+                f"a vLLM engine on {counted(self.work.engine.devices, 'device')} lacks {lacking / GIB:.1f} GiB on each "
+                "for its weights and the KV cache of one sequence"
             )
-        peak = self.fullest.peak
+        peak, host = self.fullest.peak, self.host_peak
+        if total(host.host) > self.host_room and total(peak.device) <= self.memory:
+            parts = ", ".join(map(str, largest(host.host)))
+            return (
+                f"{host.phase} needs {total(host.host) / GIB:.1f} GiB of host memory on each node, which has "
+                f"{self.host_room / GIB:.1f} GiB: {parts}"
+            )
         parts = ", ".join(map(str, largest(peak.device)))
         return (
             f"{peak.phase} needs {total(peak.device) / GIB:.1f} GiB of {self.memory / GIB:.1f} GiB on each device of "
@@ -102,9 +129,7 @@ class Assessment:
 
 def assess(work: Workload, machine: Machine, shapes: Shapes) -> Assessment:
     """Plan a run on a machine."""
-    return Assessment(
-        work, machine, shapes, estimate(work, machine, shapes), phase_seconds(work, machine, shapes)
-    )
+    return Assessment(work, machine, shapes, estimate(work, machine, shapes), phase_seconds(work, machine, shapes))
 
 
 def suggestions(plan: Assessment) -> list[FlagChange]:
@@ -180,10 +205,10 @@ def engine_changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Work
     shares = any(group.has_engine for group in work.groups)
     if shares and not engine.sleeps:
         yield "--vllm_enable_sleep", replace(work, engine=replace(engine, sleeps=True)), False
-    for share in (0.8, 0.6, 0.4):
-        if shares and share < engine.memory_share:
-            smaller = replace(work, engine=replace(engine, memory_share=share))
-            yield f"--vllm_gpu_memory_utilization {share}", smaller, False
+    share = round(engine.memory_share - SMALLER_SHARE, 2)
+    if shares and share >= LEAST_SHARE:
+        smaller = replace(work, engine=replace(engine, memory_share=share))
+        yield f"--vllm_gpu_memory_utilization {share:g}", smaller, False
     size = 2 * engine.devices
     if size <= machine.per_node and engine.count % 2 == 0 and engine.per_gpu == 1:
         wider = replace(work, engine=replace(engine, devices=size, count=engine.count // 2))

@@ -67,12 +67,12 @@ class EnginePlace:
             return max(0.0, self.budget - self.weights - self.working)
         return min(HF_ROWS, self.rows) * self.work.sequence * self.token_bytes
 
-    @property
-    def shortage(self) -> float:
-        """Bytes that vLLM lacks for its weights, its work and one sequence; negative if it has room."""
-        if not self.engine.vllm:
+    def shortage(self, *, certain: bool = False) -> float:
+        """Return the bytes that vLLM lacks for one sequence; `certain` counts only weights and KV cache."""
+        if not self.engine.vllm or self.machine.gpu is None:
             return 0.0
-        return self.weights + self.working + self.work.sequence * self.token_bytes - self.budget
+        needed = self.weights + self.work.sequence * self.token_bytes * self.engine.per_gpu
+        return needed + (0.0 if certain else self.working) - self.budget
 
     def terms(self) -> list[Term]:
         """Return the memory of the engines while they generate."""

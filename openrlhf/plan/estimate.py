@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from openrlhf.config.workload import WorkGroup, WorkModel, Workload
+from openrlhf.config.workload import WorkGroup, Workload, WorkModel
 from openrlhf.plan import terms
 from openrlhf.plan.activations import forward_terms, training_terms
 from openrlhf.plan.engine import ROLE, EnginePlace
@@ -91,8 +91,8 @@ def estimate(work: Workload, machine: Machine, shapes: Shapes) -> tuple[GroupMem
         here = GroupPlaces(work, group, places, engine if group.has_engine else None)
         found.append(group_memory(here, machine))
     if engine is not None and not any(group.has_engine for group in work.groups):
-        context = Term(ROLE, terms.CONTEXT, CONTEXT_BYTES + NCCL_BYTES)
-        host = Term(ROLE, terms.PROCESSES, HOST_PROCESS * min(engine.engine.devices, machine.per_node))
+        context = Term(ROLE, terms.CONTEXT, CONTEXT_BYTES + NCCL_BYTES, certain=False)
+        host = Term(ROLE, terms.PROCESSES, HOST_PROCESS * min(engine.engine.devices, machine.per_node), certain=False)
         needed = PhaseMemory(GENERATION, (*engine.terms(), context), (host,))
         found.append(GroupMemory("engines", work.devices - sum(group.devices for group in work.groups), (needed,)))
     return tuple(found)
@@ -138,7 +138,7 @@ def with_overhead(here: GroupPlaces, found: Sequence[Term], machine: Machine) ->
     contexts = CONTEXT_BYTES * (1 + separate) + (NCCL_BYTES if here.group.devices > 1 else 0.0)
     added = (
         Term("PyTorch", terms.RESERVE, RESERVE_SHARE * passing, certain=False),
-        Term("PyTorch", terms.CONTEXT, contexts),
+        Term("PyTorch", terms.CONTEXT, contexts, certain=False),
     )
     return tuple(term for term in (*found, *added) if term.size > 0)
 
@@ -169,8 +169,14 @@ def awake(here: GroupPlaces, place: ModelPlace | None) -> list[Term]:
 
 
 def on_load(here: GroupPlaces) -> list[Term]:
-    """All models are on the device before the first one goes to sleep."""
-    return [*resident(here.models), *engine_terms(here, awake=False)]
+    """All models are on the device before the first one goes to sleep; PyTorch's moments exist after the first step."""
+    states = [
+        term
+        for place in here.models
+        for term in resting_terms(place)[0]
+        if term.kind != terms.MOMENTS or place.deepspeed
+    ]
+    return [*states, *engine_terms(here, awake=False)]
 
 
 def in_generation(here: GroupPlaces) -> list[Term]:
@@ -213,15 +219,19 @@ def on_save(here: GroupPlaces) -> list[Term]:
 
 def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term, ...]:
     """Return the terms of all processes of a node."""
-    found: list[Term] = [Term("all", terms.PROCESSES, HOST_PROCESS)]
+    found: list[Term] = [Term("all", terms.PROCESSES, HOST_PROCESS, certain=False)]
     for place in here.models:
         if place.on_cpu:
             continue
         device, host = resting_terms(place)
         found += host
+        pinned = total(term for term in host if term.kind in (terms.MASTERS, terms.OFFLOADED))
         if here.work.sleeps and place.model.trained and phase != LOADING:
             states = total(term for term in device if term.kind in terms.STATES)
             found.append(place.term(terms.ASLEEP, states))
+            pinned += states
+        if not place.deepspeed:  # PyTorch rounds each tensor, and DeepSpeed joins tensors to a few large ones
+            found.append(place.term(terms.ROUNDING, (place.shape.rounding - 1) * pinned, certain=False))
     if phase == LOADING and here.models and not here.models[0].on_cpu:
         found.append(max((loading_term(place) for place in here.models), key=lambda term: term.size))
     if phase == SAVING:
@@ -237,9 +247,10 @@ def loading_term(place: ModelPlace) -> Term:
     whole = place.width * place.shape.parameters
     sharded = place.is_sharded and not place.model.scalar
     size = min(whole, place.weights / place.ranks + LOADED_FILE) if sharded else whole
-    return place.term(terms.LOADING, min(whole, LOADED_FILE) if place.work.loading.load_in_4bit else size)
+    size = min(whole, LOADED_FILE) if place.work.loading.load_in_4bit else size
+    return place.term(terms.LOADING, size, certain=False)
 
 
 def saving_term(place: ModelPlace) -> Term:
     """Return what a process holds while it writes a checkpoint; in one process, all states at the same time."""
-    return place.term(terms.SAVING, 0.0 if place.deepspeed else 3 * FP32 * place.trained)
+    return place.term(terms.SAVING, 0.0 if place.deepspeed else 3 * FP32 * place.trained, certain=False)

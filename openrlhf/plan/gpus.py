@@ -1,7 +1,7 @@
 """GPUs and the machines that hold them, from the makers' data sheets.
 
-`memory` is what PyTorch can allocate, a little less than the sheet says. Links are in one direction, in GB/s, and `host`
-is the speed of copies between GPU and pinned host memory.
+`memory` is what PyTorch can allocate, a little less than the sheet says. Links are in one direction, in GB/s, and
+`host` is the speed of copies between GPU and pinned host memory.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def render(plan: Assessment, command: str) -> str:
     if plan.seconds:
         lines += ["", "seconds of a step, limited by"]
         lines += [f"  {one.phase:<12}{one.seconds:>9.1f}  {one.limit}" for one in plan.seconds]
-    return "\n".join([*lines, "", *verdict(plan), "", LENGTHS]) + "\n"
+    return "\n".join(line.rstrip() for line in [*lines, "", *verdict(plan), "", LENGTHS]) + "\n"
 
 
 def model_lines(plan: Assessment) -> list[str]:
@@ -61,10 +61,6 @@ def verdict(plan: Assessment) -> list[str]:
     lines = [f"The run {plan.fit}: {plan.problem()}."]
     if plan.work.devices > plan.machine.devices:
         lines.append(f"It uses {plan.work.devices} devices, but there are only {plan.machine.devices}.")
-    host = max((total(phase.host) for group in plan.groups for phase in group.phases), default=0.0)
-    room = plan.machine.host_memory
-    if plan.machine.gpu is not None and room is not None and host > room:
-        lines.append(f"Host memory is short: a node needs {host / GIB:.0f} GiB and has {room / GIB:.0f} GiB.")
     found = suggestions(plan)
     if found and plan.fit != "fits":
         lines += ["", "what to change, by effect" + " " * 20 + "GiB after it"]

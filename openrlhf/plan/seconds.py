@@ -61,7 +61,9 @@ def phase_seconds(work: Workload, machine: Machine, shapes: Shapes) -> tuple[Pha
         (group, [place_of(work, group, model, shapes, machine) for model in group.models]) for group in work.groups
     ]
     if work.engine is not None:
-        parts[GENERATION] = generation(EnginePlace(work, work.engine, shape_of_policy(work, shapes), machine), gpu)
+        engine = EnginePlace(work, work.engine, shape_of_policy(work, shapes), machine)
+        if engine.shortage() <= 0:
+            parts[GENERATION] = generation(engine, gpu)
     scored = [
         [scoring(place, machine) for place in places if not place.model.trained or scores(work, place)]
         for _, places in groups

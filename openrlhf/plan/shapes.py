@@ -45,6 +45,7 @@ class ModelShape:
     mlp: float  # hidden units of the MLPs that a token passes in a layer
     routed: int  # experts that a token is routed to; 0 without experts
     cached: int  # numbers that a KV cache stores per token and layer
+    rounding: float  # size of all tensors if each is rounded up to a power of two, relative to their size
 
     @property
     def active(self) -> float:
@@ -64,7 +65,7 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
     if scalar:
         kind, settings = AutoModelForSequenceClassification, deepcopy(settings)
         settings.num_labels = 1
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=()), torch.device("meta"):  # building a model may draw random numbers
         model: PreTrainedModel = kind.from_config(settings, trust_remote_code=trust_remote_code)
     text: Any = settings.get_text_config()  # fields differ between families
     embedding, head = (
@@ -100,6 +101,7 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
         mlp=mlp,
         routed=routed,
         cached=cached,
+        rounding=sum(1 << (count - 1).bit_length() for count in weights) / sum(weights),
     )
 
 
@@ -139,9 +141,10 @@ def linear_layers(model: PreTrainedModel, head: torch.Tensor | None) -> list[Mat
         module = model.get_submodule(name.rpartition(".")[0])
         is_linear = isinstance(module, nn.Linear | Conv1D) or owner in ROUTERS
         if is_linear and parameter.ndim == 2 and parameter is not head:
-            found.append(Matrix(owner, 1, *parameter.shape))
+            rows, columns = parameter.shape
+            found.append(Matrix(owner, 1, rows, columns))
         elif parameter.ndim == 3 and ".experts" in name:
-            count, *sides = parameter.shape
+            count, rows, columns = parameter.shape
             count *= 2 if own == "gate_up_proj" else 1  # PEFT doubles the rank for two matrices in one tensor
-            found.append(Matrix(own, count, *sides, joined=True))
+            found.append(Matrix(own, count, rows, columns, joined=True))
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openrlhf.config.workload import WorkGroup, WorkModel, Workload
+from openrlhf.config.workload import WorkGroup, Workload, WorkModel
 from openrlhf.plan.shapes import ModelShape
 from openrlhf.plan.terms import (
     BUCKETS,
@@ -105,7 +105,10 @@ def weight_terms(place: ModelPlace) -> list[Term]:
     head = place.width * place.shape.head  # stays gathered
     live = place.width * min(place.parameters, max(LIVE_PARAMETERS, place.shape.layer / place.work.tensor_parallel))
     secondary = place.weights / place.work.secondary_shards if place.work.secondary_shards > 1 else 0.0
-    return [place.term(WEIGHTS, place.weights / place.ranks + secondary), place.term(GATHERED, live + head)]
+    return [
+        place.term(WEIGHTS, place.weights / place.ranks + secondary),
+        place.term(GATHERED, live + head, certain=False),
+    ]
 
 
 def optimizer_terms(place: ModelPlace) -> list[Term]:
@@ -134,7 +137,7 @@ def bucket_terms(place: ModelPlace) -> list[Term]:
     """Return the buffers in which DeepSpeed reduces gradients."""
     if place.stage == 0:
         return []
-    return [place.term(BUCKETS, place.width * min(REDUCE_BUCKET, place.trained))]
+    return [place.term(BUCKETS, place.width * min(REDUCE_BUCKET, place.trained), certain=False)]
 
 
 def resting_terms(place: ModelPlace) -> tuple[list[Term], list[Term]]:

@@ -26,6 +26,7 @@ LOADING = "loading"
 AVERAGE = "moving average"
 SAVING = "files being written"
 PROCESSES = "processes"
+ROUNDING = "rounding of pinned memory"
 
 STATES = (WEIGHTS, MASTERS, MOMENTS)  # what exists between steps
 

@@ -60,6 +60,8 @@ from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import evaluation_config, generates_in_lockstep, queue_size, resolve_runtime, uses_vllm
 from openrlhf.monitor import Monitor
+from openrlhf.plan.estimate import EXPERIENCE, GENERATION, SAVING, SYNC, TRAINING
+from openrlhf.plan.gpus import Machine
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
 from openrlhf.rl.group_stream import StreamState
@@ -71,6 +73,7 @@ from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
+from openrlhf.training.memory_check import explain_memory
 from openrlhf.types import Prompt
 
 AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `checkpoints.Saver` in a run
@@ -123,6 +126,7 @@ class Controller:
     training: Batching
     eval_prompts: Sequence[Prompt] = ()
     encode: Encode | None = None  # tokenises a prompt's text
+    machine: Machine | None = None  # for messages about memory
 
     def __post_init__(self) -> None:
         self.queue_size = queue_size(self.config)
@@ -169,7 +173,8 @@ class Controller:
                     return
                 began = time.perf_counter()
                 self._open_rollouts()
-                rollout = await self.source.take(state.made, state.place)
+                with explain_memory(self.config, GENERATION, self.machine):
+                    rollout = await self.source.take(state.made, state.place)
                 # A checkpoint may be written at any await: until the rollout is in the queue, there must be none.
                 self.completed_at[rollout.number] = time.perf_counter()
                 rollout.times["timing/generation"] = self.completed_at[rollout.number] - began
@@ -212,7 +217,8 @@ class Controller:
         logs, state = self.config.logs, self.state
         version = state.version + 1
         trained = time.perf_counter()
-        await self.sync.sync(version)
+        with explain_memory(self.config, SYNC, self.machine):
+            await self.sync.sync(version)
         now = time.perf_counter()
         state.version = version
         values |= {"timing/broadcast": now - trained, "timing/step_total": now - self.step_began}
@@ -227,7 +233,8 @@ class Controller:
         self.monitor.advance({short: values[name] for name, short in PROGRESS_NAMES.items() if name in values})
         if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
-        await after_step(self)
+        with explain_memory(self.config, SAVING, self.machine):
+            await after_step(self)
         self._between_steps(now)
         self._open_rollouts()
         async with self.changed:
@@ -244,14 +251,16 @@ class Controller:
         began, coef = time.perf_counter(), state.kl.coef
         if self.queue_size == 0:
             await self.sync.begin_training()
-        experience = await make_experience(rollout.trajectories, self.workers, self.scoring, self.config, coef)
+        with explain_memory(self.config, EXPERIENCE, self.machine):
+            experience = await make_experience(rollout.trajectories, self.workers, self.scoring, self.config, coef)
         step = state.version + 1
         if self.monitor.shows_samples and step % self.config.logs.logging_steps == 0:
             self.monitor.log_samples(step, self.recorder.first_group(experience))
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
         await self.recorder.record(step, experience)
-        values |= await self._take_steps(rollout, experience)
+        with explain_memory(self.config, TRAINING, self.machine):
+            values |= await self._take_steps(rollout, experience)
         if uses_vllm(self.config) and "engine_kl" in values:
             values["vllm_kl"] = values["engine_kl"]  # the name that dashboards use
         if experience.kl is not None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import is_asynchronous, uses_vllm
 from openrlhf.models.plain import plain_copy
+from openrlhf.plan.estimate import LOADING
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
 from openrlhf.rl.local_engines import LocalPolicy, engines_per_gpu, open_engines
@@ -30,6 +31,7 @@ from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import GroupSync
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sync_proof import RecordedWeights, SyncProof, compare
+from openrlhf.training.memory_check import check_memory, detect_machine, explain_memory
 from openrlhf.training.preflight import explain_hardware
 from openrlhf.training.processes import join
 from openrlhf.training.rng import seed_everything
@@ -159,9 +161,12 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     """
     device = join(config)
     explain_hardware(config, device)
+    machine = detect_machine(device.type)
+    check_memory(config, machine)
     asynchronous = is_asynchronous(config)
     if not uses_vllm(config):
-        models = build_models(config, tokenizer, device, rollouts)
+        with explain_memory(config, LOADING, machine):
+            models = build_models(config, tokenizer, device, rollouts)
         network = models.wake_policy().network
         whole = config.rollout.whole_log_probs
         own = plain_copy(network) if asynchronous else network
@@ -172,7 +177,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
             sync: WeightSync = SharedSync(models, engine)
             if asynchronous:
                 sync = LocalSync(models, engine, proof=SyncProof(config.engines.sync_check_every))
-            yield Runtime(LocalWorkers(models), engine, sync)
+            yield Runtime(LocalWorkers(models), engine, sync, machine)
         finally:
             await engine.close()
         return
@@ -182,7 +187,8 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
 
     def load_models() -> LocalWorkers:
         seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
-        return LocalWorkers(build_models(config, tokenizer, device, rollouts), on_thread=asynchronous)
+        with explain_memory(config, LOADING, machine):
+            return LocalWorkers(build_models(config, tokenizer, device, rollouts), on_thread=asynchronous)
 
     if count > 1:
         async with open_engines(config, count, device) as group:
@@ -192,13 +198,13 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
             with closing(LocalPolicy(workers.models, device, workers.updating)) as policy:
                 group_sync = GroupSync(policy, group, sleeps, drains, proof)
                 group.send_weights = group_sync.resend
-                yield Runtime(workers, group, group_sync)
+                yield Runtime(workers, group, group_sync, machine)
         return
     vllm = make_engine(engine_spec(config), tokenizer, device)
     try:
         if sleeps:
             await vllm.sleep()
         workers = load_models()
-        yield Runtime(workers, vllm, LocalSync(workers.models, vllm, sleeps, drains, proof))
+        yield Runtime(workers, vllm, LocalSync(workers.models, vllm, sleeps, drains, proof), machine)
     finally:
         await vllm.close()

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import uses_vllm
 from openrlhf.errors import RolloutError
-from openrlhf.models.load import choose_dtype, read_config
+from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
+from openrlhf.plan.shapes import read_shape
 from openrlhf.rl.engines import engine_spec, load_engine
 from openrlhf.rl.models import Models
 from openrlhf.rollout.channel import Channel
@@ -101,13 +101,10 @@ def gpu_memory() -> int | None:
 def weight_bytes(config: RLConfig) -> int | None:
     """Return the size of the policy's weights in an engine, from its config.json; None if unknown."""
     try:
-        with torch.device("meta"):
-            settings = read_config(str(config.model.pretrain), config.model)
-            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.model.trust_remote_code)
+        shape = read_shape(str(config.model.pretrain), config.model)
     except Exception:  # noqa: BLE001 - a model's own code may raise anything; a guess must not end the run
         return None
-    size = choose_dtype(config.model.param_dtype, torch.device("cuda")).itemsize
-    return size * sum(parameter.numel() for parameter in model.parameters())
+    return int(choose_dtype(config.model.param_dtype, torch.device("cuda")).itemsize * shape.parameters)
 
 
 def gpu_share(count: int) -> Mapping[str, str]:

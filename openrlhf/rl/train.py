@@ -135,6 +135,7 @@ async def train(
             training=training_batches(config, layout, sharing_limit=limit),
             eval_prompts=eval_prompts,
             encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+            machine=runtime.machine,
         )
         was_complete = controller.exhausted and not state.queue
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.agents.reward_pools import RewardPool
+from openrlhf.plan.gpus import Machine
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
 
@@ -139,3 +140,4 @@ class Runtime:
     engine: Engine
     sync: WeightSync
     reward_pools: Sequence[RewardPool] = ()  # on other nodes
+    machine: Machine | None = None  # for messages about memory; None if it is not known

@@ -16,7 +16,7 @@ import torch
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.workload import Workload, workload_of
-from openrlhf.errors import BackendError, ConfigError, DeviceMemoryError
+from openrlhf.errors import ConfigError, DeviceMemoryError
 from openrlhf.monitor import say
 from openrlhf.plan.assessment import Assessment, assess, remedy, suggestions
 from openrlhf.plan.estimate import Phase, Shapes
@@ -25,6 +25,7 @@ from openrlhf.plan.shapes import read_shape
 from openrlhf.plan.terms import largest, total
 
 OVERRIDE = "--skip_memory_check to start anyway"
+CUDA_TEXT = "CUDA out of memory"  # in PyTorch's message, which other errors quote
 HELPFUL = 3  # flags in a message
 
 
@@ -58,17 +59,15 @@ def plan_run(config: TrainingConfig, machine: Machine) -> Assessment | None:
         return None
 
 
-def check_memory(config: TrainingConfig, machine: Machine) -> None:
-    """Raise if a run cannot fit on the machine; print a line if it is tight."""
-    if config.run.skip_memory_check:
+def check_memory(config: TrainingConfig, machine: Machine | None) -> None:
+    """Raise if a run cannot fit on the machine; print a line if it is tight. None: the machine is not known."""
+    if config.run.skip_memory_check or machine is None:
         return
     plan = plan_run(config, machine)
     if plan is None or plan.fit == "fits":
         return
     if plan.fit == "cannot fit":
-        raise ConfigError(
-            f"the run cannot fit: {plan.problem()}", try_this=f"{helpful_flags(plan)}, or {OVERRIDE}"
-        )
+        raise ConfigError(f"the run cannot fit: {plan.problem()}", try_this=f"{helpful_flags(plan)}, or {OVERRIDE}")
     if machine.gpu is not None:
         may = "is tight" if plan.fit == "is tight" else "may run out of memory"
         say(f"the run {may}: {plan.problem()}. If it does not fit: {helpful_flags(plan)}")
@@ -86,29 +85,30 @@ def helpful_flags(plan: Assessment) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one that caused it, is PyTorch's for a device without memory."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError) or CUDA_TEXT in str(error):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
 @contextmanager
-def explain_memory(config: TrainingConfig, phase: Phase, machine: Machine | None = None) -> Iterator[None]:
+def explain_memory(config: TrainingConfig, phase: Phase, machine: Machine | None) -> Iterator[None]:
     """Turn an out-of-memory error inside the context into a DeviceMemoryError that names the phase and what helps."""
     try:
         yield
-    except (RuntimeError, BackendError) as error:  # PyTorch's error is a RuntimeError
+    except RuntimeError as error:  # PyTorch's error is one, and so are ours
         if not is_out_of_memory(error) or getattr(error, "explained", False):
             raise
-        raise memory_error(config, phase, machine or detect_machine(config.model.device), error) from error
+        raise memory_error(config, phase, machine, error) from error
 
 
-def memory_error(config: TrainingConfig, phase: Phase, machine: Machine, cause: Exception) -> DeviceMemoryError:
-    """Return the error of a phase that ran out of memory."""
-    said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    plan = plan_run(config, machine)
+def memory_error(config: TrainingConfig, phase: Phase, machine: Machine | None, cause: Exception) -> DeviceMemoryError:
+    """Return the error of a phase that ran out of memory; without a machine, it has no plan."""
+    said = str(cause).strip().splitlines()[0].rstrip(".") if str(cause).strip() else type(cause).__name__
+    plan = None if machine is None else plan_run(config, machine)
     if plan is None:
-        return DeviceMemoryError(f"out of GPU memory in {phase}: {said}", explained=True)
+        helps = "openrlhf plan, which shows what needs the memory and which flags help"
+        return DeviceMemoryError(f"out of GPU memory in {phase}: {said}", try_this=helps, explained=True)
     planned = plan.phase(phase) or plan.fullest.peak
     parts = ", ".join(map(str, largest(planned.device)))
     message = (

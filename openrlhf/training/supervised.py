@@ -22,12 +22,14 @@ from openrlhf.data.supervised import SupervisedData, load_data
 from openrlhf.errors import counted
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
+from openrlhf.plan.estimate import LOADING, TRAINING
 from openrlhf.signals import end_at_first_signal
 from openrlhf.training import atomic_folder, checkpoint
 from openrlhf.training.build import Built, build
 from openrlhf.training.final_save import FinalSave
 from openrlhf.training.fit import Fit, Interrupted
 from openrlhf.training.hub import check_login, push_folder
+from openrlhf.training.memory_check import check_memory, detect_machine, explain_memory
 from openrlhf.training.model_card import MakeCard, Outcome, training_card, write_card
 from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
@@ -64,6 +66,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     check_models(config)
     device = join(config)
     explain_hardware(config, device)
+    check_memory(config, detect_machine(device.type))
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
 
     # Read everything that may contain a user's mistake before loading any model.
@@ -85,10 +88,12 @@ def train(
     """Build the models, run the loop from its start or from a checkpoint, and save the result."""
     order = make_order(config, len(data.train))
     scheduled = make_schedule(config, order.total_steps)
+    machine = detect_machine(device.type)
     with end_at_first_signal():  # processes may wait in C++ for one that died, and nothing can be lost yet
         resume_from = find_checkpoint(config, lambda step: agree(step, device))
         # All processes build the models with the same seed; `seed_dropout` then changes it.
-        built = build(config, tokenizer, device, soft_labels=data.soft_labels)
+        with explain_memory(config, LOADING, machine):
+            built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
 
     def save_step(folder: Path) -> None:
@@ -118,7 +123,8 @@ def train(
     folder = Path(config.checkpoints.save_path)
     try:
         # The run writes nothing before this point, because any step above may still reject it.
-        with make_monitor(config, order.total_steps, first_step, sinks) as fit.monitor:
+        monitor = make_monitor(config, order.total_steps, first_step, sinks)
+        with explain_memory(config, TRAINING, machine), monitor as fit.monitor:
             if first_step == 0:
                 fit.evaluate(0)
             if first_step >= order.total_steps:
