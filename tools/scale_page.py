@@ -151,7 +151,10 @@ MEASURED = (
     ),
 )
 TIMES = {  # phase -> measured seconds, of runs in docs/performance.md
-    "hybrid PPO 1.5B": (PPO, {"generation": "5.7 to 7.9", "experience": "2.8", "training": "4.1 to 4.3", "sync": "1.6"}),
+    "hybrid PPO 1.5B": (
+        PPO,
+        {"generation": "5.7 to 7.9", "experience": "2.8", "training": "4.1 to 4.3", "sync": "1.6"},
+    ),
     "W1: GRPO 1.5B, 512 samples of 640 tokens": (
         "train_ppo --pretrain Qwen/Qwen2.5-1.5B --advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 1 "
         "--vllm_gpu_memory_utilization 0.35 --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 512 "

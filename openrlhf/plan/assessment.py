@@ -175,11 +175,13 @@ def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, b
     if several and work.train_tokens <= work.sequence and work.groups[0].devices % (2 * work.ring) == 0:
         yield f"--ring_attn_size {2 * work.ring}", replace(work, ring=2 * work.ring), False
     yield from engine_changes(work, machine)
-    if not work.lora.lora_rank:
-        adapters = replace(work, lora=replace(work.lora, lora_rank=ADAPTER_RANK))
-        yield f"--lora_rank {ADAPTER_RANK}", adapters, True
-    elif not work.loading.load_in_4bit and not (several and work.zero_stage == 3) and machine.gpu is not None:
-        yield "--load_in_4bit", replace(work, loading=replace(work.loading, load_in_4bit=True)), True
+    names = "" if work.lora.lora_rank else f"--lora_rank {ADAPTER_RANK}"
+    adapted = replace(work, lora=replace(work.lora, lora_rank=work.lora.lora_rank or ADAPTER_RANK))
+    if names:
+        yield names, adapted, True
+    if not work.loading.load_in_4bit and not (several and work.zero_stage == 3) and machine.gpu is not None:
+        quantised = replace(adapted, loading=replace(work.loading, load_in_4bit=True))
+        yield f"{names} --load_in_4bit".strip(), quantised, True
 
 
 def offloading(work: Workload) -> Iterator[tuple[str, Workload, bool]]:

@@ -3,10 +3,12 @@
 import asyncio
 
 import pytest
+import torch
+from ray.exceptions import RayTaskError
 
 from openrlhf.cluster import calls
 from openrlhf.cluster.calls import Process, ProcessWatch
-from openrlhf.errors import BackendError, DeathError
+from openrlhf.errors import BackendError, DeathError, DeviceMemoryError
 
 
 async def fail():
@@ -52,3 +54,17 @@ def test_the_death_of_the_called_process_is_not_recoverable():
     with pytest.raises(BackendError, match="policy 1 died") as caught:
         asyncio.run(scenario())
     assert not isinstance(caught.value, DeathError)
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [(torch.OutOfMemoryError("CUDA out of memory."), DeviceMemoryError), (RuntimeError("a bug"), BackendError)],
+)
+def test_a_full_device_in_another_process_has_an_error_of_its_own(cause, kind, capsys):
+    async def fail_remotely():
+        raise RayTaskError("train_policy", "Traceback: line 1", cause)
+
+    with pytest.raises(BackendError, match="policy 0 on here: ") as caught:
+        asyncio.run(Process(None, "policy 0", "here").answer(fail_remotely()))
+    assert type(caught.value) is kind
+    assert "Traceback: line 1" in capsys.readouterr().err  # the traceback of the other process

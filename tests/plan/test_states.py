@@ -1,0 +1,94 @@
+"""Weights, optimizer and gradients by hand, for each way of training: N parameters, in bytes per parameter."""
+
+import pytest
+
+from openrlhf.plan.gpus import GPUS, Machine
+from openrlhf.plan.states import NF4
+from tests.plan.conftest import LARGE, SMALL, sizes
+
+SFT = f"train_sft --pretrain {SMALL} --max_len 512 --micro_train_batch_size 2"
+EIGHT = Machine(GPUS["A100-80"], 8)
+
+
+def phase_of(plan, command, machine=None, name="training"):
+    return plan(command, machine).phase(name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "weights", "optimizer", "gradients"),
+    [
+        ("", None, 2, 12, 4),
+        ("--param_dtype fp32", None, 4, 8, 4),
+        ("--adam_offload", None, 2, 0, 0),
+        ("--zero_stage 0", EIGHT, 2, 12, 6),
+        ("--zero_stage 1", EIGHT, 2, 12 / 8, 4),
+        ("--zero_stage 2", EIGHT, 2, 12 / 8, 4 / 8),
+        ("--zero_stage 3", EIGHT, 2 / 8, 12 / 8, 4 / 8),
+        ("--zero_stage 2 --adam_offload", EIGHT, 2, 0, 0),
+        ("", Machine(None), 4, 8, 4),
+    ],
+)
+def test_bytes_per_parameter(plan, shapes, flags, machine, weights, optimizer, gradients):
+    found = sizes(phase_of(plan, f"{SFT} {flags}", machine).device)
+    count = shapes[SMALL, False].parameters
+    assert found.get("weights", 0) == pytest.approx(weights * count)
+    assert found.get("fp32 masters", 0) + found.get("optimizer states", 0) == pytest.approx(optimizer * count)
+    assert found.get("gradients", 0) == pytest.approx(gradients * count)
+
+
+def test_an_offloaded_optimizer_is_in_host_memory(plan, shapes):
+    count = shapes[SMALL, False].parameters
+    found = sizes(phase_of(plan, f"{SFT} --adam_offload").host)
+    assert found["fp32 masters"] + found["optimizer states"] == pytest.approx(12 * count)
+    several = sizes(phase_of(plan, f"{SFT} --adam_offload", EIGHT).host)  # a node holds all shards
+    assert several["optimizer states"] == pytest.approx(8 * count)
+
+
+def test_adapters_have_their_own_states_and_the_base_may_have_four_bits(plan, shapes):
+    shape = shapes[SMALL, False]
+    adapters = 8 * sum(shape.adapters.values())
+    found = sizes(phase_of(plan, f"{SFT} --lora_rank 8").device)
+    assert found["weights"] == pytest.approx(2 * shape.parameters + 4 * adapters)
+    assert found["optimizer states"] == pytest.approx(8 * adapters)
+    assert "fp32 masters" not in found
+    quantised = sizes(phase_of(plan, f"{SFT} --lora_rank 8 --load_in_4bit").device)
+    rest = shape.parameters - shape.linear
+    assert quantised["weights"] == pytest.approx(NF4 * shape.linear + 4 * rest + 4 * adapters)
+
+
+def test_only_named_modules_get_adapters(plan, shapes):
+    found = sizes(phase_of(plan, f"{SFT} --lora_rank 8 --target_modules q_proj v_proj").device)
+    adapters = shapes[SMALL, False].adapters
+    assert found["optimizer states"] == pytest.approx(8 * 8 * (adapters["q_proj"] + adapters["v_proj"]))
+
+
+def test_a_frozen_model_is_on_the_device_or_offloaded(plan, shapes):
+    dpo = f"train_dpo --pretrain {SMALL} --max_len 512 --micro_train_batch_size 1"
+    count, head = shapes[SMALL, False].parameters, shapes[SMALL, False].head
+    here = [term for term in phase_of(plan, dpo).device if term.role == "reference"]
+    assert sizes(here) == {"weights": 2 * count}
+    moved = plan(f"{dpo} --ref_offload")
+    assert sizes(t for t in moved.phase("training").device if t.role == "reference") == {"weights": 2 * head}
+    assert sizes(moved.phase("training").host)["offloaded"] == pytest.approx(2 * (count - head))
+
+
+def test_rings_and_micro_batches_divide_activations(plan):
+    whole = sizes(phase_of(plan, f"{SFT} --packing_samples", EIGHT).device)["activations"]
+    half = sizes(phase_of(plan, f"{SFT} --packing_samples --ring_attn_size 2", EIGHT).device)["activations"]
+    one = sizes(phase_of(plan, f"{SFT} --packing_samples --micro_train_batch_size 1", EIGHT).device)["activations"]
+    assert half == one == pytest.approx(whole / 2)
+
+
+def test_pairs_have_two_rows(plan):
+    flags = f"--pretrain {SMALL} --max_len 512 --micro_train_batch_size 1"
+    pair = sizes(phase_of(plan, f"train_dpo {flags}").device)["activations"]
+    single = sizes(phase_of(plan, f"train_sft {flags}").device)["activations"]
+    assert pair == pytest.approx(2 * single)
+
+
+def test_everything_of_70b_is_divided_by_16_devices(plan, shapes):
+    machine = Machine(GPUS["A100-80"], 8, 2)
+    found = plan(f"train_sft --pretrain {LARGE} --max_len 4096 --micro_train_batch_size 1 --zero_stage 3", machine)
+    states = sizes(found.phase("saving").device)
+    kept = states["weights"] + states["fp32 masters"] + states["optimizer states"]
+    assert kept == pytest.approx(14 * shapes[LARGE, False].parameters / 16)
