@@ -307,28 +307,30 @@ def tables() -> str:
 
 
 MEASURED_TEXT = """\
-All measurements are from one H200 ([Performance](performance.md)). A test keeps the plans within 10% of them on the GPU and
-within 20% in host memory. PyTorch's own peak is compared with the terms that PyTorch allocates; a reading of `nvidia-smi` (the
-hybrid and 7B runs) with all terms, including CUDA's context and the pieces that the allocator holds back. Those two terms were
-chosen to match the hybrid run, whose experience phase is compared in the middle of its range. The others have no free constant.
+All measurements are from one H200 ([Performance](performance.md)). A test keeps the plans within 10% of them on the
+GPU and within 20% in host memory. PyTorch's own peak is compared with the terms that PyTorch allocates; a reading of
+`nvidia-smi` (the hybrid and 7B runs) with all terms, including CUDA's context and the pieces that the allocator holds
+back. Those two terms were chosen to match the hybrid run, whose experience phase is compared in the middle of its
+range. The others have no free constant.
 """
 TIMES_TEXT = """\
-The constants behind the seconds of a step were chosen from these same runs, and times depend on the machine's processor, so no
-test asserts them.
+The constants behind the seconds of a step were chosen from these same runs, and times depend on the machine's
+processor, so no test asserts them.
 """
 UNMEASURED = """\
-Not all flags of the 7B runs were recorded: their plans assume the default `--vllm_gpu_memory_utilization`, and the LoRA run took
-four times the planned time to generate. Ray's memory monitor ended the full 7B run, so its 113 GB may not have been its peak:
-PyTorch rounds each pinned tensor up to a power of two, and for this shape that comes to 96 GB on top, which a plan lists as
-`rounding of pinned memory` and which was not measured. With PyTorch 2.13,
+Not all flags of the 7B runs were recorded: their plans assume the default `--vllm_gpu_memory_utilization`, and the
+LoRA run took four times the planned time to generate. Ray's memory monitor ended the full 7B run, so its 113 GB may
+not have been its peak: PyTorch rounds each pinned tensor up to a power of two, and for this shape that comes to 96 GB
+on top, which a plan lists as `rounding of pinned memory` and which was not measured. With PyTorch 2.13,
 `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1` turns the rounding off.
 
-**No measurement is behind** everything on more than one GPU (ZeRO's shards, buckets and gathered layers, tensor parallelism,
-rings, NCCL, all times that depend on links), other GPUs than the H200, mixtures of experts, activations under LoRA and QLoRA,
-4-bit weights, the Transformers engine's cache, and host memory while loading and saving. They follow from what the code allocates.
+**No measurement is behind** everything on more than one GPU (ZeRO's shards, buckets and gathered layers, tensor
+parallelism, rings, NCCL, all times that depend on links), other GPUs than the H200, mixtures of experts, activations
+under LoRA and QLoRA, 4-bit weights, the Transformers engine's cache, and host memory while loading and saving. They
+follow from what the code allocates.
 """
 FITS_TEXT = """\
-Samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts x 8 samples. "Everything sleeps" is
-`--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization 0.8` with `--zero_stage 3
---gradient_checkpointing`. An engine must be on one node. Networks have 400 Gbit/s per node.
+Samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts x 8 samples. "Everything
+sleeps" is `--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization 0.8` with
+`--zero_stage 3 --gradient_checkpointing`. An engine must be on one node. Networks have 400 Gbit/s per node.
 """

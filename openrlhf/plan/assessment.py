@@ -13,7 +13,7 @@ from typing import Literal
 from openrlhf.config.workload import Workload
 from openrlhf.errors import counted
 from openrlhf.plan.engine import EnginePlace
-from openrlhf.plan.estimate import TIGHT, GroupMemory, PhaseMemory, Shapes, estimate, shape_of_policy
+from openrlhf.plan.estimate import GENERATION, TIGHT, GroupMemory, PhaseMemory, Shapes, estimate, shape_of_policy
 from openrlhf.plan.gpus import GIB, Machine
 from openrlhf.plan.seconds import PhaseSeconds, phase_seconds
 from openrlhf.plan.terms import STATES, largest, least, total
@@ -97,7 +97,13 @@ class Assessment:
             return "cannot fit"
         if self.peak > self.memory or total(self.host_peak.host) > self.host_room:
             return "does not fit"
-        return "is tight" if self.peak > TIGHT * self.memory else "fits"
+        return "is tight" if self.is_tight else "fits"
+
+    @property
+    def is_tight(self) -> bool:
+        """True if little is left on a device in a phase other than generation, whose engine takes what it is given."""
+        phases = [phase for group in self.groups for phase in group.phases if phase.phase != GENERATION]
+        return any(total(phase.device) > TIGHT * self.memory for phase in phases)
 
     def phase(self, name: str) -> PhaseMemory | None:
         """Return the phase of this name in the group in which it needs the most."""
@@ -146,14 +152,14 @@ def remedy(plan: Assessment) -> list[FlagChange]:
     """Return changes that make the run fit together; those that change what is learned come last. Empty if none do."""
     chosen: list[FlagChange] = []
     current = plan
-    while current.peak > TIGHT * current.memory and len(chosen) < MOST_ROUNDS:
+    while current.fit != "fits" and len(chosen) < MOST_ROUNDS:
         options = suggestions(current)
         best = next((one for one in options if not one.learns_differently), options[0] if options else None)
         if best is None:
             return []
         chosen.append(best)
         current = assess(best.work, plan.machine, plan.shapes)
-    return chosen
+    return chosen if current.fit == "fits" else []
 
 
 def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, bool]]:

@@ -14,6 +14,7 @@ import pytest
 from openrlhf.config.aliases import known_spellings
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flags_of
+from openrlhf.config.plan import PlanFlags
 from openrlhf.config.preview import PreviewFlags
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def test_links_resolve_on_github(path):
 def test_every_flag_exists(path):
     text = path.read_text(encoding="utf-8")
     known = {name for config in COMMANDS.values() for name in known_spellings(config)}
-    known |= {item.name for item in fields(PreviewFlags)}
+    known |= {item.name for section in (PreviewFlags, PlanFlags) for item in fields(section)}
     known |= {name for names in OTHER_PROGRAMS.values() for name in names.split()}
     if any(script in text for script in SCRIPTS):
         known |= script_flags()

@@ -25,7 +25,7 @@ def test_gpus_as_users_write_them(text, count, name):
 
 @pytest.mark.parametrize("text", ["8xV100", "8x", "0xH100", ""])
 def test_unknown_gpus_are_rejected_with_the_known_ones(text):
-    with pytest.raises(ConfigError, match="expected a number and a GPU.*B200, H200"):
+    with pytest.raises(ConfigError, match=r"expected a number and a GPU.*B200, H200"):
         parse_gpus(text)
 
 
