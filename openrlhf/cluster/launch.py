@@ -97,4 +97,4 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
                 workers_per_engine=workers_per_engine,
             )
             engines.send_weights = sync.resend
-            yield Runtime(workers, engines, sync, await starting_pools, machine)
+            yield Runtime(workers, engines, sync, machine, await starting_pools)

@@ -21,6 +21,7 @@ from openrlhf.config.runtime import (
     is_asynchronous,
     num_engines,
     policy_ranks,
+    reference_is_base,
     resolve_runtime,
     scores_policy,
     steps_per_rollout,
@@ -125,8 +126,9 @@ def supervised_workload(config: SupervisedConfig, processes: int) -> Workload:
     models = [WorkModel("model", str(config.model.pretrain), trained=True, scalar=isinstance(config, RMConfig))]
     match config:
         case DPOConfig(reference=given) | KTOConfig(reference=given):
-            name = str(given.ref_pretrain or config.model.pretrain)
-            models.append(WorkModel("reference", name, offloaded=given.ref_offload))
+            if not reference_is_base(config):
+                name = str(given.ref_pretrain or config.model.pretrain)
+                models.append(WorkModel("reference", name, offloaded=given.ref_offload))
         case KDConfig(objective=flags):
             models.append(WorkModel("teacher", str(flags.teacher_model), offloaded=flags.teacher_offload))
     rows = 2 if isinstance(config, RMConfig | DPOConfig) else 1  # a pair has two
@@ -189,7 +191,7 @@ def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int
         sequence=sequence,
         micro_batches=1,
         step_samples=1,
-        zero_stage=sharding.zero_stage,
+        zero_stage=3 if sharding.backend == "fsdp" else sharding.zero_stage,  # FSDP shards as much as stage 3
         always_deepspeed=config.checkpoints.use_ds_universal_ckpt,
         adam_offload=sharding.adam_offload,
         recompute=sharding.gradient_checkpointing,
@@ -219,6 +221,8 @@ def _rl_group(config: RLConfig, group: GroupPlan) -> WorkGroup:
         elif role == "critic":
             models.append(WorkModel("critic", str(critic_model(config)), trained=True, scalar=True))
         elif role == "ref":
+            if "actor" in group.roles and reference_is_base(config):
+                continue  # the policy without its adapters
             models.append(WorkModel("reference", config.critic.ref_pretrain or policy, offloaded=offload))
         else:
             names = [config.rewards.reward_models[number] for number in group.rewards]

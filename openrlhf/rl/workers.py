@@ -139,5 +139,5 @@ class Runtime:
     workers: Workers
     engine: Engine
     sync: WeightSync
-    reward_pools: Sequence[RewardPool] = ()  # on other nodes
     machine: Machine | None = None  # for messages about memory; None if it is not known
+    reward_pools: Sequence[RewardPool] = ()  # on other nodes
