@@ -151,7 +151,8 @@ def test_tokens_of_a_real_engine_are_kept_as_sampled(build, write, tmp_path, tok
     assert len({tuple(item.input_ids) for item in got}) == 3
     for item, session in zip(got, sessions, strict=True):
         (first, drawn), (second, last) = session.requests
-        assert second.prompt_token_ids[: len(first.prompt_token_ids) + 5] == first.prompt_token_ids + drawn.token_ids
+        begun = (*first.prompt_token_ids, *drawn.token_ids)
+        assert second.prompt_token_ids[: len(first.prompt_token_ids) + 5] == begun
         assert item.input_ids.tolist() == [*second.prompt_token_ids, *last.token_ids]
         acted = [value for value, mask in zip(item.rollout_log_probs, item.action_mask, strict=True) if mask]
         assert acted == [*drawn.log_probs, *last.log_probs]
