@@ -35,6 +35,7 @@ def test_names_are_looked_up_by_command_with_their_fields(kind, name, command, f
     assert (metric and metric.name) == found
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("name", PAGES)
 def test_the_written_pages_are_current(name):
     current = (DOCS / name).read_text(encoding="utf-8")
