@@ -190,4 +190,9 @@ def show(title: str, rows: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except subprocess.CalledProcessError as failed:  # the command has printed the reason
+        sys.exit(failed.returncode)

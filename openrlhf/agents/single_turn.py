@@ -47,12 +47,13 @@ class SingleTurnSamples:
         scores: list[Scored | RewardError] = [NOT_SCORED] * len(completions)
         if self.rewards is not None:
             sampled = [item.token_ids.tolist() for item in completions]
-            samples = Samples(
-                (prompt,) * len(completions),
-                queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *ids])) for ids in sampled),
-                responses=tuple(str(self.tokenizer.decode(ids)) for ids in sampled),
-                seed=params[0].seed,
-            )
+            responses = [str(self.tokenizer.decode(ids)) for ids in sampled]
+            queries = [str(self.tokenizer.decode([*prompt.input_ids, *ids])) for ids in sampled]
+            # Reward functions cut the prompt off, so a query begins with it even if its tokens decode to another text.
+            for place, response in enumerate(responses):
+                if not queries[place].startswith(prompt.text):
+                    queries[place] = prompt.text + response
+            samples = Samples((prompt,) * len(completions), tuple(queries), tuple(responses), params[0].seed)
             scores = await self.rewards.score(samples)
         result = GroupResult([])
         for completion, scored in zip(completions, scores, strict=True):

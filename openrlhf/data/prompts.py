@@ -81,11 +81,11 @@ def with_label_check(records: Records, config: RLConfig, loaded: Loaded[Prompt])
 
 
 def prompt_budget(config: RLConfig) -> Budget:
-    """Return the context length minus the longest response, or minus one token if the response has no limit."""
+    """Return --prompt_max_len or, with --max_len, what it leaves beside the longest response, which has a token."""
     rollout = config.rollout
-    tokens = rollout.context_length - (rollout.response_length or 1)
     if rollout.max_len is None:
-        return Budget(tokens, "--prompt_max_len", rollout.prompt_max_len - tokens)
+        return Budget(rollout.prompt_max_len)
+    tokens = rollout.max_len - (rollout.response_length or 1)
     return Budget(tokens, "--max_len", rollout.max_len - tokens)
 
 

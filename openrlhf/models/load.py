@@ -185,7 +185,11 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
     try:
         adapted = get_peft_model(model, config, revision=vars(model).get("hub_commit"))
     except ValueError as error:
-        raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
+        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        raise ConfigError(
+            f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}",
+            try_this=f"all-linear, or some of {', '.join(sorted(linear))}",
+        ) from None
     # Two layers that share a weight cannot both have adapters, because only one adapter can be merged into a weight.
     seen: dict[int, str] = {}
     for name, module in adapted.named_modules():

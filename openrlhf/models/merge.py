@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.config.checks.paths import is_here
+from openrlhf.config.checks.paths import is_here, split_revision
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.errors import ConfigError, counted
 from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
@@ -35,6 +35,7 @@ def merge_adapter(
     The base is loaded unquantised, even if the adapter was trained on a 4-bit base.
     """
     check_kind(adapter, is_rm=is_rm)
+    warn_about_another_base(base, adapter)
     base = with_trained_revision(base, adapter)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
     # Besides weights, the adapter folder of a reward model stores the name of its head and statistics of its scores.
@@ -65,6 +66,17 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
             f"--is_rm is given, but {adapter} is the adapter of a language model", try_this="without --is_rm"
         )
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
+
+
+def warn_about_another_base(base: str, adapter: Path) -> None:
+    """Print a line if the adapter was trained on a model of another name, whose weights need not be those of `base`."""
+    trained = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    given = split_revision(base)[0]
+    if trained and trained != given and Path(trained).expanduser().resolve() != Path(given).expanduser().resolve():
+        say(
+            f"{adapter} was trained on {trained}, and is merged into {given}: the result is right only if both have the"
+            " same weights"
+        )
 
 
 def with_trained_revision(base: str, adapter: Path) -> str:

@@ -148,8 +148,9 @@ def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
         return None
     if any(found.rglob("*.pt")):  # DeepSpeed's
         must_be_private(root, found)
-    say(f"resuming from {found}")
     saved, now = checkpoint.read_state(found)["settings"], shown_flags(config)
+    must_be_of_this_run(found, saved, now)
+    say(f"resuming from {found}")
     changed = [
         f"--{name} {saved[name]} -> {value}"
         for name, value in now.items()
@@ -161,6 +162,16 @@ def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
         other = f"the checkpoint belongs to a run with --save_path {saved['save_path']}"
         say(f"{other}. Try: a separate --ckpt_path for each run")
     return found
+
+
+def must_be_of_this_run(found: Path, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise if a checkpoint is of a run with another model and --save_path: the default --ckpt_path is shared."""
+    if all(name in saved and saved[name] != now[name] for name in ("save_path", "pretrain")):
+        raise ConfigError(
+            f"--load_checkpoint: the checkpoint {found} belongs to another run, with --save_path {saved['save_path']}"
+            f" and --pretrain {saved['pretrain']}",
+            try_this="a separate --ckpt_path for each run, or no --load_checkpoint to start over",
+        )
 
 
 def must_not_be_elsewhere(config: TrainingConfig, root: Path) -> None:

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,15 @@ def test_group_is_one_call_with_prompts_and_responses(build, write, tmp_path):
     assert [item.score for item in got.trajectories] == [0.0, 0.0]
     assert [item.truncated for item in got.trajectories] == [False, True]
     assert got.trajectories[0].prompt is asked
+
+
+def test_queries_begin_with_the_prompt_even_if_its_tokens_decode_to_another_text(build, write):
+    """With é, which the tokenizer does not know, a function that cuts the prompt off would keep all of the query."""
+    file = write(
+        "def reward_func(queries, prompts): return [q.removeprefix(p) == '2' for q, p in zip(queries, prompts)]"
+    )
+    got = run(build(remote_rm_url=file), [Scripted("2"), Scripted("3")], asked=replace(prompt(), text="é+1="))
+    assert [item.reward for item in got.trajectories] == [1.0, 0.0]
 
 
 def test_groups_share_processes_and_keep_their_order(build, write):

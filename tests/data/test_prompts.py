@@ -92,7 +92,7 @@ def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):
     [
         ("--prompt_max_len 20 --generate_max_len 12", Budget(20)),
         ("--max_len 32 --max_new_tokens 8", Budget(24, "--max_len", 8)),
-        ("--prompt_max_len 20 --generate_max_len 12 --max_new_tokens 8", Budget(24, "--prompt_max_len", -4)),
+        ("--prompt_max_len 20 --generate_max_len 12 --max_new_tokens 8", Budget(20)),
         ("--max_len 32", Budget(31, "--max_len", 1)),
     ],
 )

@@ -125,6 +125,16 @@ def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     assert "is the same as --model_path" in error_line(capfd, models(), folder, output_path=models())
 
 
+def test_a_base_of_another_name_is_reported(adapter, models, capfd):
+    folder = adapter("train_sft", answers(16), **ANSWERS)
+    capfd.readouterr()
+    merge(models(), folder)
+    assert "was trained on" not in capfd.readouterr().err
+    merge(models(seed=5), folder)
+    line = f"adapter was trained on {models()}, and is merged into {models(seed=5)}: the result is right only if both"
+    assert line in capfd.readouterr().err
+
+
 def test_the_adapter_of_a_reward_model_needs_is_rm(adapter, models, capfd):
     folder = adapter("train_rm", pairs(16), **PAIRS)
     assert "is the adapter of a reward model. Try: --is_rm" in error_line(capfd, models(), folder)

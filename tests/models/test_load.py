@@ -173,6 +173,7 @@ def test_missing_target_modules_are_named(folder):
     with pytest.raises(ConfigError, match=r"--target_modules q_prj: Target modules .*q_prj.* not found") as caught:
         adapted(folder, target_modules=("q_prj",))
     assert "\n" not in str(caught.value)
+    assert "Try: all-linear, or some of down_proj, gate_proj, k_proj," in str(caught.value)
 
 
 def test_layers_that_share_their_weights_get_no_adapters():

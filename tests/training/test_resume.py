@@ -181,6 +181,15 @@ def test_a_checkpoint_of_another_run_in_the_same_folder_is_noticed(tmp_path, cas
     assert line in stderr
 
 
+def test_a_checkpoint_of_a_run_with_another_model_is_rejected(tmp_path, case, capsys, models):
+    command, flags = case("sft", "first", max_epochs=1)
+    finish(tmp_path, command, flags)
+    with pytest.raises(SystemExit):
+        run_command(command, flags | {"load_checkpoint": True, "save_path": "./second", "pretrain": models(seed=5)})
+    assert "belongs to another run, with --save_path ./first and --pretrain" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+
+
 REFUSED = {
     "rows": (
         {},
