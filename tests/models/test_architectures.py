@@ -251,7 +251,7 @@ def test_generation(tiny, column, record_property):
         made = HFEngine(network, make_tokenizer(), max_rows=2).complete(asked)
         found, expected = [], []
         for prompt, completion in zip(prompts, made, strict=True):
-            ids = np.array(prompt + completion.token_ids, dtype=np.int32)
+            ids = np.array([*prompt, *completion.token_ids], dtype=np.int32)
             expected.append(log_probs(network, pack([TokenRow(ids, ids >= 0)]))[0][len(prompt) - 1 :])
             found.append(torch.tensor(completion.log_probs))
         record_property("error", largest(found, expected))
