@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from openrlhf.cli.entry import command
+from openrlhf.cli.wrapped import wrapped_command
 from openrlhf.config.plan import PLANNED, parse_plan
-from openrlhf.config.suggestions import suggest_commands
-from openrlhf.errors import ConfigError
 from openrlhf.monitor import is_main_process
 from openrlhf.signals import interrupt_on_signals
 
@@ -26,11 +25,7 @@ def main(argv: Sequence[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return
-    name = argv[0].replace("-", "_")
-    if name not in PLANNED:
-        near = [line for line in suggest_commands(argv, PLANNED) if line.split()[0] in PLANNED]
-        fix = " or ".join(f"openrlhf plan {line}" for line in near) or " or ".join(PLANNED)
-        raise ConfigError(f"plan: expected a training command, got {argv[0]}", try_this=fix)
+    name = wrapped_command("plan", argv, PLANNED, "a training command")
     config, flags = parse_plan(name, argv[1:])
     if is_main_process():  # a launcher's other processes would print the same
         with interrupt_on_signals():

@@ -111,14 +111,10 @@ def compute_experience(
         kl = compute_kl(own, reference_log_probs, mask, config.kl.kl_estimator)
     penalty = None if config.kl.use_kl_loss else kl
 
-    # Apply penalties, compare rewards within their group, clip them, and assign them to tokens. The trajectories of an
-    # episode share the lowest of their penalised rewards, and count once in their group.
+    # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
     rewards = penalised(tokens, flags, config.rollout.longest_response)  # [samples]
     group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
-    numbers = episode_numbers(trajectories)
-    first = torch.from_numpy(np.unique(numbers, return_index=True)[1])  # [episodes]: the first sample of each
-    episodes = torch.from_numpy(numbers)  # [samples]
-    rewards = rewards.new_zeros(len(first)).scatter_reduce(0, episodes, rewards, "amin", include_self=False)[episodes]
+    rewards, first, episodes = share_within_episodes(rewards, trajectories)
     estimator, last = config.advantage.advantage_estimator, tokens.last_actions()
     shaped = None
     if flags.step_rewards:
@@ -149,6 +145,18 @@ def compute_experience(
         metrics=metrics,
         kl=metrics.get("kl"),
     )
+
+
+def share_within_episodes(rewards: Tensor, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the trajectories of an episode the lowest of their rewards; they count once in their group.
+
+    Return the rewards [samples], the first sample of each episode [episodes], and the episode of each sample [samples].
+    """
+    numbers = episode_numbers(trajectories)
+    first = torch.from_numpy(np.unique(numbers, return_index=True)[1])
+    episodes = torch.from_numpy(numbers)
+    lowest = rewards.new_zeros(len(first)).scatter_reduce(0, episodes, rewards, "amin", include_self=False)
+    return lowest[episodes], first, episodes
 
 
 def compute_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: str) -> Tensor:
