@@ -34,8 +34,8 @@ from openrlhf.monitor import say
 from openrlhf.rl.models import Critic, Models, Policy
 from openrlhf.rl.reward_models import ProcessRewardModel, RewardModel, load_reward_model, share_vocabulary
 from openrlhf.rl.samples import Batching
-from openrlhf.training.adapter_base import AdapterBase
 from openrlhf.training.backend import Frozen
+from openrlhf.training.base_reference import BaseReference
 from openrlhf.training.build import (
     load_language_model,
     load_trained_scalar_model,
@@ -80,7 +80,7 @@ def build_models(
 def build_reference(config: RLConfig, policy: Policy | None, device: torch.device) -> Frozen:
     """Load the reference; if it is the base of the policy's adapters, and this process has the policy, use that."""
     if policy is not None and reference_is_base(config):
-        return AdapterBase(policy.backend)
+        return BaseReference(policy.backend)
     model = load_language_model(config, config.critic.ref_pretrain or str(config.model.pretrain), device)
     network = Network(model, self_test=not config.model.skip_self_test)
     return make_frozen(config, network, device, offload=config.critic.ref_reward_offload)

@@ -24,8 +24,8 @@ from openrlhf.models.forward import LogProbs, Values
 from openrlhf.rl.reward_models import RewardModel
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.rollout.engine import Weights
-from openrlhf.training.adapter_base import AdapterBase
 from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
+from openrlhf.training.base_reference import BaseReference
 from openrlhf.training.optim import between_steps
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
@@ -119,7 +119,7 @@ class Models:
         """Return the log-probs of the policy, or of the reference, for each batch: [rows, tokens], on the CPU."""
         model = self.reference if of_reference else self._use(self.policy).backend
         assert model is not None, NOT_HELD
-        if isinstance(model, AdapterBase):  # it is part of the policy, which may be asleep
+        if isinstance(model, BaseReference):  # it is part of the policy, which may be asleep
             self._use(self.policy)
         with model.on_device():
             return [

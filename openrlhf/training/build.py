@@ -39,9 +39,9 @@ from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.monitor import say
 from openrlhf.training import objectives
-from openrlhf.training.adapter_base import AdapterBase
 from openrlhf.training.audit import report_frozen, report_trained
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
+from openrlhf.training.base_reference import BaseReference
 from openrlhf.training.fit import LOSS_NAMES, Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SupervisedObjective
@@ -248,7 +248,7 @@ def make_objective(
             teacher = load_frozen(config, device, network, name, flag, offload=flags.teacher_offload)
             return objectives.Distillation(flags, teacher, aux)
         case DPOConfig(objective=flags, reference=given) | KTOConfig(objective=flags, reference=given):
-            reference: Frozen = AdapterBase(backend)
+            reference: Frozen = BaseReference(backend)
             if not reference_is_base(config):
                 name, flag = str(given.ref_pretrain or config.model.pretrain), "--ref_pretrain"
                 reference = load_frozen(config, device, network, name, flag, offload=given.ref_offload)

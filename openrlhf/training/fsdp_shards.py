@@ -135,7 +135,7 @@ def gather_each(dtype: torch.dtype, device: torch.device) -> Gather:
     return gather
 
 
-class Place(NamedTuple):
+class GatheredPlace(NamedTuple):
     """The place of a sharded parameter: the group that gathers it, and the module and attribute that hold it."""
 
     group: FSDPModule
@@ -145,12 +145,12 @@ class Place(NamedTuple):
 
 def gather_groups(root: Root) -> Gather:
     """Return a `Gather` that gathers whole groups within its context, so that modules such as adapters can be used."""
-    places: dict[int, Place] = {}
+    places: dict[int, GatheredPlace] = {}
     for group in groups_of(root):  # layers come after the root, so their parameters get the right group
         assert isinstance(group, nn.Module)
         for module in group.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                places[id(parameter)] = Place(group, module, name)
+                places[id(parameter)] = GatheredPlace(group, module, name)
 
     def unshard(tensor: Tensor) -> Tensor:
         place = places.get(id(tensor))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openrlhf.models.forward import LogProbs
-from openrlhf.training.adapter_base import AdapterBase
+from openrlhf.training.base_reference import BaseReference
 from openrlhf.training.local import LocalBackend
 from tests.commands import FinishedRun, run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
@@ -47,7 +47,7 @@ def test_the_kl_of_rl_is_that_to_a_reference_of_its_own(tmp_path, models):
 def test_the_base_is_the_trained_network_itself(tmp_path, models):
     network = load_network(models(), lora=True)
     backend = LocalBackend(network, SETTINGS, torch.device("cpu"), learning_rate=RATE)
-    batch, base = make_batch([5, 7], 1, packed=False), AdapterBase(backend)
+    batch, base = make_batch([5, 7], 1, packed=False), BaseReference(backend)
     before = base.forward(batch, LogProbs).log_probs
     train(backend, [step_batches(0, packed=False)])
     assert base.network is backend.network

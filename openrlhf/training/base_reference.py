@@ -13,7 +13,7 @@ from openrlhf.training.backend import Frozen, TrainBackend
 from openrlhf.types import Batch
 
 
-class AdapterBase(Frozen):
+class BaseReference(Frozen):
     """The model below the adapters of a trained network; it takes no memory of its own."""
 
     def __init__(self, backend: TrainBackend) -> None:
