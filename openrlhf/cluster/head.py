@@ -20,7 +20,9 @@ from openrlhf.errors import RESUME, BackendError
 from openrlhf.monitor import say
 
 SILENCE_TIMEOUT = 10.0  # seconds, for a head that neither accepts nor refuses connections
-RETRY_PAUSE = 0.1  # seconds between two attempts to connect to a head that closed the connection
+# Seconds between two attempts to connect to a head that closes connections immediately. A dying head may do so once,
+# and Ray ends this process at its next call, so the first attempts follow quickly.
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
 MAY_COME_BACK = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's variable; set if the head keeps its state in Redis
 # TCP keepalive (Linux option names), to notice a machine that disappears without closing its connections.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
@@ -73,11 +75,12 @@ class Head:
         missed: float | None = None  # when the head became unreachable
         pause = 0.0
         while not released.wait(pause):
-            began, pause = time.monotonic(), RETRY_PAUSE
+            began = time.monotonic()
+            pause = min(2 * pause, LONGEST_PAUSE) or FIRST_PAUSE
             try:
                 self._stay_connected(released)
                 missed = None
-                if time.monotonic() - began > RETRY_PAUSE:
+                if time.monotonic() - began > LONGEST_PAUSE:
                     pause = 0.0  # reconnect immediately: Ray may end this process at any moment
                 continue
             except ConnectionRefusedError:  # the machine is up, but the head does not listen
