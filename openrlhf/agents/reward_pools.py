@@ -42,7 +42,7 @@ class RewardPools:
     def __init__(self, local: Pool) -> None:
         self.local = local
         self.running: dict[Pool | RewardPool, int] = {local: 0}
-        self.scored: RewardInput | None = None  # the input of a call that succeeded on this node
+        self.scored: tuple[RewardInput, CallResult] | None = None  # a call that succeeded on this node
 
     @property
     def capacity(self) -> float:
@@ -50,23 +50,31 @@ class RewardPools:
         return sum(pool.capacity for pool in self.running)
 
     async def add(self, pools: Sequence[RewardPool]) -> None:
-        """Use the pools of other nodes, except those on which a call fails that succeeded on this node.
+        """Use the pools of other nodes, except those on which a call fails or returns something else than on this node.
 
         The reward function may depend on this node: on a file, a package or a service that other nodes lack.
         """
         works = await asyncio.gather(*map(self._try, pools))
         for pool in (pool for pool, is_usable in zip(pools, works, strict=True) if is_usable):
             self.running[pool] = 0
-            limits = self.local.limits
-            self.local.limits = replace(limits, processes=limits.processes - pool.share)
+            self._share_processes(pool.share)
         if len(self.running) > 1:
             say(f"{self.local.spec.name} runs on {len(self.running)} nodes")
 
+    def _share_processes(self, count: int) -> None:
+        """Leave this many of the processes on this node to another one, or take them back if it is negative."""
+        limits = self.local.limits
+        self.local.limits = replace(limits, processes=limits.processes - count)
+
     async def _try(self, pool: RewardPool) -> bool:
-        """Repeat a call that succeeded on this node in a pool; report a failure."""
+        """Repeat a call that succeeded on this node in a pool; report a failure or another result."""
         try:
             if self.scored is not None:
-                await pool.call(self.scored, retries=0)
+                given, here = self.scored
+                there = await pool.call(given, retries=0)
+                if repr(there.result) != repr(here.result):  # `repr`, because NaN does not equal itself
+                    say(f"{self.local.spec.name} returns other rewards in {pool} than here: this node is not used")
+                    return False
         except CallFailure as failure:
             say(f"{self.local.spec.name} works here but not in {pool}, which is not used: it {failure.text}")
             return False
@@ -84,10 +92,12 @@ class RewardPools:
                 result = await pool.call(given, retries=0)
             except DeathError as error:
                 if self.running.pop(pool, None) is not None:  # the first of its calls to notice
+                    if not isinstance(pool, Pool):
+                        self._share_processes(-pool.share)
                     say(f"{error.message}: its reward calls start again on the other nodes")
             else:
                 if pool is self.local:
-                    self.scored = self.scored or given
+                    self.scored = self.scored or (given, result)
                 return result
             finally:
                 if pool in self.running:

@@ -72,7 +72,7 @@ class Process(Generic[Worker]):
         An OpenRLHFError keeps its type, the death of the process becomes a DeathError, a full device a
         DeviceMemoryError, and any other error a BackendError.
         """
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
         deadline = asyncio.timeout(self.seconds)
         try:
@@ -86,7 +86,7 @@ class Process(Generic[Worker]):
             if is_out_of_memory(cause):
                 raise DeviceMemoryError(f"{self}: {cause}") from error
             raise BackendError(f"{self}: {type(cause).__name__}: {cause}") from error
-        except RayActorError as error:
+        except RayError as error:  # the actor died, or its node, or Ray ended it for lack of memory
             # Ray's explanation of the death in one sentence, without its advice.
             message = " ".join(str(error).split())
             detail = message.partition("Worker exit detail: ")[2] or message

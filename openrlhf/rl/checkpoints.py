@@ -129,7 +129,8 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     own = {name: saved[name] for name in ("version", "made", "place", "failures", "best", "best_key") if name in saved}
     state = State(kl=replace(kl, **saved["kl"]), queue=deque(read_queue(folder / QUEUE_FILE)), **own)
     again, accepted = saved.get("again", []), read_groups(folder / GROUPS_FILE)
-    state.stream = StreamState(state.place + len(again) + len(accepted), again=again, accepted=accepted)
+    drawn = saved.get("drawn", state.place)  # older checkpoints have no groups of unfinished rollouts
+    state.stream = StreamState(drawn, again=again, accepted=accepted)
     # Every rollout that was made has been trained or is in the queue, and used at least one prompt.
     if state.made != state.version + len(state.queue) or state.place < state.made:
         raise BackendError(

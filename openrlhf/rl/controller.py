@@ -106,7 +106,7 @@ class State:
     def plain(self) -> dict[str, object]:
         """Return the state as JSON values, without samples, which `record.py` writes to files of their own."""
         own = {name: value for name, value in vars(self).items() if name not in ("queue", "stream")}
-        return own | {"kl": asdict(self.kl), "again": self.stream.unfinished}
+        return own | {"kl": asdict(self.kl), "again": self.stream.unfinished, "drawn": self.stream.drawn}
 
 
 @dataclass(eq=False)
@@ -178,6 +178,9 @@ class Controller:
                 # A checkpoint may be written at any await: until the rollout is in the queue, there must be none.
                 self.completed_at[rollout.number] = time.perf_counter()
                 rollout.times["timing/generation"] = self.completed_at[rollout.number] - began
+                assert rollout.trajectories or rollout.next_place > state.place, (
+                    "no prompts are left, but some are unused"
+                )
                 state.place = rollout.next_place
                 state.failures += int(rollout.metrics.get(FAILURES, 0.0))
                 if state.failures:

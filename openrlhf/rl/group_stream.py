@@ -30,8 +30,9 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from openrlhf.agents.executor import GroupResult
+from openrlhf.errors import RolloutError
 from openrlhf.event_loop import cancel_all
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import NOT_SAMPLED, Prompt, Trajectory
 
 GroupSamples: TypeAlias = list[Trajectory]  # the samples of one prompt; at least one
 
@@ -179,7 +180,11 @@ class GroupStream:
 
     def _finish(self, position: int, ended: asyncio.Future[GroupResult]) -> None:
         """Pass the samples of a group on to scoring, or keep its error for `take`."""
-        if ended.cancelled() or position not in self.running:  # the latter if it was aborted as it ended
+        group = self.running.get(position)
+        if group is None or group.result is not ended:  # it was aborted
+            return
+        if ended.cancelled():  # by user code; `take` must not wait for it
+            self._fail(RolloutError(f"the samples of prompt {position} were cancelled"))
             return
         if error := ended.exception():
             self._fail(error)
@@ -236,8 +241,8 @@ class GroupStream:
         if self.limits.max_staleness is None:
             return
         oldest = self.next - self.limits.max_staleness
-        stale = [group for group in self.state.accepted if version_of(group) < oldest]
-        self.state.accepted[:] = [group for group in self.state.accepted if version_of(group) >= oldest]
+        stale = [group for group in self.state.accepted if is_sampled(group) and version_of(group) < oldest]
+        self.state.accepted[:] = [group for group in self.state.accepted if group not in stale]
         self.state.again += map(position_of, stale)
         self.counts.stale += len(stale)
 
@@ -287,3 +292,8 @@ def position_of(group: GroupSamples) -> int:
 def version_of(group: GroupSamples) -> int:
     """Return the version of the oldest weights that sampled a token of the group."""
     return min(item.version for item in group)
+
+
+def is_sampled(group: GroupSamples) -> bool:
+    """Return False for a group whose agent returned tokens of its own, which have no age."""
+    return any((item.token_versions != NOT_SAMPLED).any() for item in group)

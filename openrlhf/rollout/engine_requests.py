@@ -79,7 +79,7 @@ class EngineRequests:
     async def _submit(self, requests: Mapping[int, Request]) -> None:
         try:
             await self.process.call(EngineWorker.submit, requests)
-        except OpenRLHFError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the callers must get it
             self._deliver(dict.fromkeys(requests, error))
 
     async def _withdraw(self, numbers: Sequence[int]) -> None:
@@ -91,10 +91,10 @@ class EngineRequests:
     async def _collect(self) -> None:
         """Deliver completions, and errors of single requests, until no request is left."""
 
-        async def collect() -> Mapping[int, Completion | OpenRLHFError]:
+        async def collect() -> Mapping[int, Completion | Exception]:
             try:
                 finished = await self.process.call(EngineWorker.collect)
-            except OpenRLHFError as error:  # the guard must not see it: the group may replace this engine
+            except Exception as error:  # noqa: BLE001 - not for the guard: the group may replace this engine
                 return dict.fromkeys(self.unanswered.keys() - self.unsent.keys(), error)
             return {number: self._name_error(outcome) for number, outcome in finished.items()}
 
@@ -112,12 +112,12 @@ class EngineRequests:
             return type(outcome)(f"{self.process}: {outcome.message}", try_this=outcome.try_this)
         return outcome
 
-    def _deliver(self, outcomes: Mapping[int, Completion | OpenRLHFError]) -> None:
+    def _deliver(self, outcomes: Mapping[int, Completion | Exception]) -> None:
         for number, outcome in outcomes.items():
             answer = self.unanswered.pop(number, None)
             if answer is None or answer.done():  # cancelled in the meantime
                 continue
-            if isinstance(outcome, OpenRLHFError):
+            if isinstance(outcome, Exception):
                 answer.set_exception(outcome)
             else:
                 answer.set_result(outcome)

@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from openrlhf.agents.executor import GroupResult
+from openrlhf.algo.kl import FixedKL
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.errors import RolloutError
-from openrlhf.rl.checkpoints import GROUPS_FILE
-from openrlhf.rl.group_stream import StreamState
-from openrlhf.rl.record import read_groups, write_groups
+from openrlhf.rl.checkpoints import GROUPS_FILE, QUEUE_FILE, load_state
+from openrlhf.rl.controller import State
+from openrlhf.rl.group_stream import GroupStream, StreamLimits, StreamState
+from openrlhf.rl.record import read_groups, write_groups, write_queue
 from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
+from openrlhf.training import checkpoint
 from openrlhf.types import Completion, Request
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, prompts
 from tests.samples import plain
@@ -321,12 +324,12 @@ def test_every_prompt_is_trained_exactly_once_after_a_resume(stop_after, tmp_pat
         assert sorted(trained + saved + finished) == list(range(state.drawn))
         assert place == len(trained)
         assert (len(saved), len(finished)) == (1, 1)
+        drawn = state.drawn
         await source.close()
-        return trained, place, saved
+        return trained, place, saved, drawn
 
-    trained, place, again = asyncio.run(first_part())
-    accepted = read_groups(tmp_path / GROUPS_FILE)
-    state = StreamState(place + len(again) + len(accepted), again=again, accepted=accepted)
+    trained, place, again, drawn = asyncio.run(first_part())
+    state = StreamState(drawn, again=again, accepted=read_groups(tmp_path / GROUPS_FILE))
 
     async def second_part():
         source = make_source(EchoEngine(), OVERSAMPLED, state=state)
@@ -338,6 +341,35 @@ def test_every_prompt_is_trained_exactly_once_after_a_resume(stop_after, tmp_pat
         return rest
 
     assert sorted(trained + asyncio.run(second_part())) == list(range(NUM_PROMPTS))
+
+
+def test_prompts_rejected_since_the_last_rollout_are_not_drawn_again_by_a_resumed_run(tmp_path):
+    """Prompts 0 to 2 are done; 3 was rejected after their rollout was cut, while 4 to 7 were running."""
+    state = State(FixedKL(0.0), version=1, made=1, place=3, stream=StreamState(8, running=[4, 5, 6, 7]))
+    checkpoint.write_state(tmp_path, {"step": 1, "settings": {}, **state.plain()})
+    write_queue(tmp_path / QUEUE_FILE, state.queue)
+    write_groups(tmp_path / GROUPS_FILE, state.stream.accepted)
+    resumed = load_state(tmp_path, FixedKL(0.0)).stream
+    assert (resumed.drawn, resumed.again, resumed.done) == (8, [4, 5, 6, 7], 4)
+
+
+def test_a_group_that_user_code_cancels_ends_the_rollout_with_an_error():
+    async def scenario():
+        stream = GroupStream(
+            PromptOrder(prompts(4), 1, 0),
+            StreamState(),
+            StreamLimits(size=2),
+            start=lambda prompt: asyncio.ensure_future(cancelled()),
+            score=None,
+            is_kept=lambda group: True,
+        )
+        with pytest.raises(RolloutError, match="the samples of prompt 0 were cancelled"):
+            await stream.take(0)
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    asyncio.run(scenario())
 
 
 def test_an_error_of_a_group_reaches_the_caller_and_ends_the_others():

@@ -95,6 +95,15 @@ def test_a_request_error_reaches_only_its_caller():
     asyncio.run(scenario())
 
 
+def test_an_unexpected_error_of_a_call_reaches_its_caller():
+    async def scenario():
+        pool = EngineSet(FailingProcess("first", RuntimeError("evicted")))
+        with pytest.raises(RuntimeError, match="evicted"):
+            await asyncio.wait_for(pool.engines.generate(REQUESTS), 60)
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_lost_more_often_than_max_restarts_ends_the_run():
     async def scenario():
         pool = EngineSet(FailingProcess("first", LOSSES["dead"]), max_restarts=0)
