@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import chain
 
 from openrlhf.cluster.session import Cluster
-from openrlhf.plan.gpus import GPUS, Machine
+from openrlhf.plan.gpus import GIB, GPUS, Machine
 
 GPU_TYPE = "accelerator_type:"  # prefix of the resource that names the GPUs of a node
+LARGEST = {"H100": 93.1 * GIB, "GH200": 140.0 * GIB}  # bytes of the largest variant: Ray's name does not say which
 
 
 def machine_of(cluster: Cluster) -> Machine | None:
@@ -25,7 +27,7 @@ def machine_of(cluster: Cluster) -> Machine | None:
     found = [node["Resources"] for node in ray.nodes() if node["NodeID"] in nodes]
     names = {name.removeprefix(GPU_TYPE) for resources in found for name in resources if name.startswith(GPU_TYPE)}
     gpus = [GPUS.get("A100-80" if name == "A100" else name.removesuffix("G")) for name in names]  # Ray: A100-80G
-    known = [gpu for gpu in gpus if gpu is not None]
+    known = [replace(gpu, memory=LARGEST.get(gpu.name, gpu.memory)) for gpu in gpus if gpu is not None]
     if not known or len(known) < len(gpus):
         return None
     is_here = set(nodes) == {ray.get_runtime_context().get_node_id()}

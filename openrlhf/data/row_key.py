@@ -69,7 +69,8 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     """
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         raise NoKey(f"no exact description of a {type(tokenizer).__name__}")
-    rules: str = tokenizer.backend_tokenizer.to_str()
+    known = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules = json.dumps(known | {"truncation": None, "padding": None})  # every call sets both
     settings = {name: value for name, value in tokenizer.init_kwargs.items() if name != "name_or_path"}
     return [
         type(tokenizer).__name__,

@@ -68,10 +68,11 @@ class EnginePlace:
         return min(HF_ROWS, self.rows) * self.work.sequence * self.token_bytes
 
     def shortage(self, *, certain: bool = False) -> float:
-        """Return the bytes that vLLM lacks for one sequence; `certain` counts only weights and KV cache."""
+        """Return the bytes that vLLM lacks for one sequence; `certain` counts only weights and growing KV caches."""
         if not self.engine.vllm or self.machine.gpu is None:
             return 0.0
-        needed = self.weights + self.work.sequence * self.token_bytes * self.engine.per_gpu
+        share = self.shape.growing / self.shape.layers if certain else 1.0
+        needed = self.weights + share * self.work.sequence * self.token_bytes * self.engine.per_gpu
         return needed + (0.0 if certain else self.working) - self.budget
 
     def terms(self) -> list[Term]:

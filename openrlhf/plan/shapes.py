@@ -18,6 +18,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections.model import LoadingFlags
+from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import read_config
 from openrlhf.plan.flops import MatrixSizes
@@ -45,6 +46,7 @@ class ModelShape:
     mlp: float  # hidden units of the MLPs that a token passes in a layer
     routed: int  # experts that a token is routed to; 0 without experts
     cached: int  # numbers that a KV cache stores per token and layer
+    growing: int  # layers whose KV cache grows with the whole sequence, unlike sliding windows and linear attention
     rounding: float  # size of all tensors if each is rounded up to a power of two, relative to their size
 
     @property
@@ -56,7 +58,10 @@ class ModelShape:
 
 def read_shape(name: str, loading: LoadingFlags, *, scalar: bool = False) -> ModelShape:
     """Read the shape of a model in a folder or on a hub; `scalar` replaces its vocabulary head by a scalar one."""
-    return shape_of(read_config(name, loading), scalar=scalar, trust_remote_code=loading.trust_remote_code)
+    settings = read_config(name, loading)
+    if getattr(settings, "quantization_config", None) and not loading.load_in_4bit:
+        raise ConfigError(f"{name} is stored in quantised form, whose size in memory a plan does not know")
+    return shape_of(settings, scalar=scalar, trust_remote_code=loading.trust_remote_code)
 
 
 def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False) -> ModelShape:
@@ -78,6 +83,8 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
     if getattr(text, "kv_lora_rank", None):  # DeepSeek's latent attention: few numbers are cached, and then expanded
         queries = keys = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
         cached = text.kv_lora_rank + text.qk_rope_head_dim
+    kinds = getattr(text, "layer_types", None)
+    growing = sum(kind == "full_attention" for kind in kinds) if kinds else text.num_hidden_layers
     mlp, routed = mlp_width(text)
     weights = [parameter.numel() for parameter in model.parameters()]
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
@@ -101,6 +108,7 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
         mlp=mlp,
         routed=routed,
         cached=cached,
+        growing=growing,
         rounding=sum(1 << (count - 1).bit_length() for count in weights) / sum(weights),
     )
 

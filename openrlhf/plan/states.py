@@ -120,7 +120,7 @@ def optimizer_terms(place: ModelPlace) -> list[Term]:
         masters = 0.0
     moments = MOMENT_BYTES * place.trained / shards
     if place.work.muon:  # one momentum for matrices, Adam for the vocabulary
-        vocabulary = max(place.shape.embedding, place.shape.head)
+        vocabulary = 0.0 if place.adapted else max(place.shape.embedding, place.shape.head)
         moments = FP32 * (place.trained - vocabulary) + MOMENT_BYTES * vocabulary
     return [place.term(MASTERS, masters), place.term(MOMENTS, moments)]
 

@@ -30,13 +30,15 @@ HELPFUL = 3  # flags in a message
 
 
 def detect_machine(asked: str = "auto") -> Machine:
-    """Return this machine: its GPUs, of which the smallest counts, or its CPU."""
+    """Return this machine: its CPU, or its GPUs, of which that of a single process counts, otherwise the smallest."""
     host = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if asked == "cpu" or not torch.cuda.is_available():
         return Machine(None, host_memory=host)
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    smallest = min(devices, key=lambda device: device.total_memory)
-    return Machine(gpu_of(smallest.name, smallest.total_memory), len(devices), host_memory=host)
+    used = devices[torch.cuda.current_device()]
+    if world_size() > 1:
+        used = min(devices, key=lambda device: device.total_memory)
+    return Machine(gpu_of(used.name, used.total_memory), len(devices), host_memory=host)
 
 
 def gpu_of(name: str, memory: float) -> GPU:
@@ -66,7 +68,7 @@ def check_memory(config: TrainingConfig, machine: Machine | None) -> None:
     plan = plan_run(config, machine)
     if plan is None or plan.fit == "fits":
         return
-    if plan.fit == "cannot fit":
+    if plan.fit == "cannot fit" and config.sharding.backend != "fsdp":  # counted as ZeRO 3, which needs more
         raise ConfigError(f"the run cannot fit: {plan.problem()}", try_this=f"{helpful_flags(plan)}, or {OVERRIDE}")
     if machine.gpu is not None:
         may = "is tight" if plan.fit == "is tight" else "may run out of memory"
