@@ -54,9 +54,11 @@ def main() -> None:
             folder = (args.folder or Path(temporary)).resolve() / ("tiny" if args.tiny else "full")
             common = [workload, "--folder", str(folder), "--steps", str(args.steps)]
             common += ["--tiny"] if args.tiny else []
-            run([sys.executable, str(HERE / "workload_files.py"), *common], args.timeout, workload, "files")
+            folder.mkdir(parents=True, exist_ok=True)
+            files = [sys.executable, str(HERE / "workload_files.py"), *common]
+            run(files, args.timeout, workload, "files", folder)
             for who in (OURS, *args.peers):
-                result = measure(who, workload, common, args)
+                result = measure(who, workload, common, folder, args)
                 line = result.reason if isinstance(result, Absent) else f"{result.step:.2f} s a step"
                 print(f"{workload}, {who}: {line}", file=sys.stderr, flush=True)
                 found.append(result)
@@ -81,26 +83,30 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def measure(who: str, workload: str, common: Sequence[str], args: argparse.Namespace) -> Measurement | Absent:
+def measure(
+    who: str, workload: str, common: Sequence[str], folder: Path, args: argparse.Namespace
+) -> Measurement | Absent:
     """Run the driver of one system on one workload."""
     if reason := LEFT_OUT.get((who, workload)):
         return Absent(who, workload, reason)
     command = [sys.executable, "-m", f"peers.{PEERS.get(who, who)}", *common, "--memory", str(args.memory)]
     command += ["--upstream_folder", str(args.upstream_folder.resolve())] if args.upstream_folder else []
     command += ["--extra", *args.extra] if who == OURS else []
-    result = run(command, args.timeout, workload, who)
+    result = run(command, args.timeout, workload, who, folder)
     return result if isinstance(result, Absent) else find_measurement(result) or Absent(who, workload, "no figures")
 
 
-def run(command: Sequence[str], timeout: float, workload: str, who: str) -> str | Absent:
+def run(command: Sequence[str], timeout: float, workload: str, who: str, folder: Path) -> str | Absent:
     """Run a command with our repository on its path; return its output, or why there is none.
+
+    Its standard error goes to a log in the folder, where you find the traceback of a peer that failed.
 
     The command gets a process group of its own, and all of it is killed at the end: engines and Ray would otherwise
     keep the GPU's memory from the next system.
     """
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (
-        tempfile.TemporaryFile("w+") as errors,
+        (folder / f"{workload}_{who}.log").open("w+") as errors,
         subprocess.Popen(
             command,
             env=os.environ | {"PYTHONPATH": path},
