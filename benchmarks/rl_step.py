@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", choices=("local", "ray"), default="local")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--engines_per_gpu", type=int, default=1)
+    parser.add_argument("--engines_per_gpu", type=int, default=0, help="0: automatic")
     parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engines")
     parser.add_argument("--tokens", type=int, default=16_640, help="tokens of a micro-batch")
     parser.add_argument("--tiny", action="store_true")

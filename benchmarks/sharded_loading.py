@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from openrlhf.config.sections.model import ModelFlags
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm
-from openrlhf.training.backend import decoder_layers
+from openrlhf.training.compilation import decoder_layers
 from openrlhf.training.fsdp_shards import local_shard, shard_network
 from openrlhf.training.processes import start_processes
 

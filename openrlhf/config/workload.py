@@ -195,7 +195,7 @@ def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int
         always_deepspeed=config.checkpoints.use_ds_universal_ckpt,
         adam_offload=sharding.adam_offload,
         recompute=sharding.gradient_checkpointing,
-        compiled=sharding.deepcompile,
+        compiled=bool(sharding.deepcompile),
         ring=sharding.ring_attn_size,
         tensor_parallel=sharding.ds_tensor_parallel_size,
         secondary_shards=sharding.zpg,

@@ -162,6 +162,7 @@ class Models:
     def _update(self, name: str, trained: Trained, progress: float) -> dict[str, float]:
         """Apply the accumulated gradients at the scheduled learning rate and return the optimizer's metrics."""
         scale = trained.scale(progress, self.began.setdefault(f"_{name}", progress))
+        trained.backend.steps_left = round(trained.planned_steps * (1.0 - progress))
         norm = trained.backend.optim_step(scale)
         values = {
             "lr": trained.learning_rate * scale,

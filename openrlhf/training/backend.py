@@ -32,7 +32,6 @@ from openrlhf.training.host_memory import HostMemory, OffloadedWeights
 from openrlhf.training.utilization import UtilizationMeter
 from openrlhf.types import Batch, RolloutBatch
 
-COMPILER = "inductor"  # backend of torch.compile; tests use one that does not generate C++
 LEAST_LOSS = 0.1  # smaller losses are not checked, because dropout may change them by that much
 SLACK = 1.5  # factor by which a share of the loss may differ from the expected one
 
@@ -139,6 +138,7 @@ class TrainBackend(Frozen, Ranks, ABC):
     rank = 0  # data-parallel rank of this process
     data_parallel_size = 1
     unchecked_steps = 3  # steps that `_check_share` still has to check
+    steps_left = 0  # optimizer steps after the current one; set by the training loop
     has_signal = True  # set to False before an optimizer step whose gradients are zero by design; see `Audit`
     # `process` is the global rank, which also counts tensor-parallel peers and ring members; process 0 writes files.
 
@@ -294,19 +294,3 @@ def temperature_of(batch: RolloutBatch, own: float) -> float | Tensor:
 def values_of(metrics: Metrics) -> dict[str, float]:
     """Return the means to log; moments are omitted, because only evaluation uses them."""
     return {name: float(mean.value) for name, mean in metrics.items() if not isinstance(mean, Moments)}
-
-
-def compile_decoder_layers(network: Network) -> None:
-    """Compile each decoder layer (--deepcompile); the layers do most of the work and share one compiled graph."""
-    for layer in decoder_layers(network):
-        layer.compile(dynamic=True, backend=COMPILER)
-
-
-def decoder_layers(network: Network) -> list[nn.Module]:
-    """Return the layers of a network's decoder and, if it has other parts, such as a vision tower, of those."""
-
-    def outermost(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            yield from child if isinstance(child, nn.ModuleList) else outermost(child)
-
-    return list(outermost(network.decoder.base_model))

@@ -30,7 +30,8 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen, compile_decoder_layers
+from openrlhf.training.backend import Frozen
+from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.manifest import checkpoints_above, must_be_private

@@ -124,6 +124,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         result = self.backend.forward_backward(batches, self.objective)
         self._must_be_finite(result, places, step)  # before any weight changes
         scale = self.schedule(step)
+        self.backend.steps_left = self.order.total_steps - step - 1
         norm = self.backend.optim_step(scale)
         utilization = self.backend.utilization()
 

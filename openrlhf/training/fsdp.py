@@ -22,7 +22,8 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import fsdp_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen, compile_decoder_layers
+from openrlhf.training.backend import Frozen
+from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.fsdp_checkpoint import load_shards, save_shards
 from openrlhf.training.fsdp_optim import ShardOptimizer

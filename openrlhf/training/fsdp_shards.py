@@ -26,7 +26,8 @@ from openrlhf.models.deferred import deferred_weights
 from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import Gather, Unshard
 from openrlhf.training.audit import ONE_EXPERT
-from openrlhf.training.backend import Run, decoder_layers
+from openrlhf.training.backend import Run
+from openrlhf.training.compilation import decoder_layers
 from openrlhf.training.tensor_module import TensorModule
 from openrlhf.types import Batch
 

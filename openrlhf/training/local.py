@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from openrlhf.errors import BackendError, counted
 from openrlhf.models.forward import Network
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_layers
+from openrlhf.training.backend import B, Frozen, Objective, StepLosses, TrainBackend
+from openrlhf.training.compilation import AutomaticCompilation, compile_decoder_layers, pays_off_on
 from openrlhf.training.optim import LossScale, MasterOptimizer
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -108,8 +109,9 @@ class LocalBackend(MasterBackend):
         *,
         learning_rate: float,
         adam_offload: bool = False,
-        compile_layers: bool = False,
+        compile_layers: bool | None = False,
     ) -> None:
+        """`compile_layers` is None if the layers are compiled as soon as that pays off within the run."""
         super().__init__(network.to(device), device)
         choose_layout(network, self.forward)
         network.train()
@@ -120,6 +122,26 @@ class LocalBackend(MasterBackend):
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
             compile_decoder_layers(network)
+        automatic = compile_layers is None and pays_off_on(network, device)
+        self.compilation = AutomaticCompilation(network) if automatic else None
+
+    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
+        if self.compilation is None:
+            return super().forward_backward(micro_batches, objective)
+        self.compilation.begin(sum(batch.input_ids.numel() for batch in micro_batches))
+        try:
+            return super().forward_backward(micro_batches, objective)
+        except Exception as error:
+            if not self.compilation.survives(error):
+                raise
+        self.optimizer.drop_gradients()  # of the micro-batches before the error
+        return super().forward_backward(micro_batches, objective)
+
+    def optim_step(self, scale: float) -> float | None:
+        norm = super().optim_step(scale)
+        if self.compilation is not None:
+            self.compilation.end(self.steps_left)
+        return norm
 
     def save(self, folder: Path) -> None:
         save_file(self.state(), folder / OPTIMIZER_FILE)

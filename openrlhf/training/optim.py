@@ -166,8 +166,7 @@ class MasterOptimizer:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
         norm = self.clip(masters)
         if loss_scale is not None and not math.isfinite(norm):
-            for master in masters:
-                master.grad = None
+            self.drop_gradients()
             return None
         if not math.isfinite(norm):
             raise BackendError(
@@ -185,6 +184,11 @@ class MasterOptimizer:
             optimizer.zero_grad(set_to_none=True)
         self.publish()
         return norm
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that is not taken."""
+        for master in self.masters.values():
+            master.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:

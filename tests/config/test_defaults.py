@@ -25,7 +25,7 @@ EVERY_TRAINING = {
     "max_norm": 1.0,
     "gradient_checkpointing": False,
     "gradient_checkpointing_use_reentrant": False,
-    "deepcompile": False,
+    "deepcompile": None,  # automatic
     "seed": 42,
     "full_determinism": False,
     "local_rank": -1,

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import LogProbs
-from openrlhf.training import backend as shared_parts
+from openrlhf.training import compilation
 from openrlhf.training import deepspeed as backends
 from openrlhf.training.audit import Audit
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
@@ -97,7 +97,7 @@ class Worker:
             "tied": (ShardingFlags(zero_stage=3), {"model": "tied"}),
             "experts": (ShardingFlags(zero_stage=3), {"model": "mixtral", "with_aux_loss": True}),
         }
-        shared_parts.COMPILER = "eager"
+        compilation.COMPILER = "eager"
         for name, (sharding, kwargs) in cases.items():
             backend = self.build(sharding, **kwargs)
             results[name] = train(backend, [self.mine(step) for step in range(3)])

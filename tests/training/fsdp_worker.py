@@ -23,7 +23,7 @@ from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.load import load_causal_lm, recompute_activations
-from openrlhf.training import backend as shared_parts
+from openrlhf.training import compilation
 from openrlhf.training.fsdp import FsdpBackend, FsdpFrozen
 from openrlhf.training.processes import start_processes
 from openrlhf.types import Batch
@@ -102,10 +102,10 @@ class Worker:
 
     def compiled(self) -> dict[str, Any]:
         """Train a compiled layer for one step; tracing takes seconds for each layer."""
-        shared_parts.COMPILER = "eager"
+        compilation.COMPILER = "eager"
         backend = self.build("shallow", ShardingFlags(deepcompile=True))
         backend.unchecked_steps = 0  # a pass without gradients would be traced again
-        layers = shared_parts.decoder_layers(backend.network)
+        layers = compilation.decoder_layers(backend.network)
         results = train(backend, [self.mine(0)])
         return results | {"compiled": all(layer._compiled_call_impl is not None for layer in layers)}
 

@@ -83,7 +83,7 @@ class EngineFlags:
     )
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
     vllm_engines_per_gpu: int = flag(
-        1,
+        0,
         "Engine processes that share the GPU and the memory of each engine. 0 chooses automatically: 2 in a local run "
         "on a GPU with large rollouts and a small model, otherwise 1.",
         NOT_NEGATIVE,

@@ -75,7 +75,11 @@ class ShardingFlags:
     gradient_checkpointing_use_reentrant: bool = flag(
         False, "Use the reentrant variant of gradient checkpointing.", needs="gradient_checkpointing"
     )
-    deepcompile: bool = flag(False, "Compile the decoder layers; with DeepSpeed, this needs --zero_stage 0 to 2.")
+    deepcompile: bool | None = flag(
+        None,
+        "Compile the decoder layers; with DeepSpeed, this needs --zero_stage 0 to 2 (default: in one process on a GPU, "
+        "if the rest of the run is long enough to pay for it).",
+    )
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
     ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
     ring_head_stride: int = flag(1, "Key heads per ring pass; must divide the number of key heads.", POSITIVE)
