@@ -1,6 +1,7 @@
 """SFT throughput of a 1.5B shape (Qwen2.5) with random weights through our backend, objective and optimizer.
 
     python benchmarks/train_throughput.py [--compile] [--gradient_checkpointing] [--layers 28] [--repeats 3]
+    python benchmarks/train_throughput.py --compile --backend fsdp     FSDP2 in a group of one process
     python benchmarks/train_throughput.py --device cpu --hidden 64 --layers 2 --vocab 1000 --tokens 512 --row 128
 
 A micro-batch is rows of `--row` tokens packed to `--tokens`; a step is one micro-batch and one update. Prints tokens/s
@@ -18,13 +19,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from openrlhf.config.sections.training import OptimizerFlags
+from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.data.collate import pack
 from openrlhf.models.attention import choose_attention
 from openrlhf.models.forward import Network
 from openrlhf.models.load import choose_dtype, recompute_activations
-from openrlhf.training.local import LocalBackend
+from openrlhf.training.fsdp import FsdpBackend
+from openrlhf.training.local import LocalBackend, MasterBackend
 from openrlhf.training.objectives import SFT
+from openrlhf.training.processes import start_processes
 from openrlhf.types import Batch, TokenRow
 
 GIB = 1024**3
@@ -88,7 +91,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(backend: LocalBackend, batch: Batch, args: argparse.Namespace) -> list[float]:
+def measure(backend: MasterBackend, batch: Batch, args: argparse.Namespace) -> list[float]:
     """Return the seconds per step of each repeat, after a warm-up."""
 
     def step() -> float:
@@ -130,6 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--adam_offload", action="store_true")
+    parser.add_argument("--backend", choices=("local", "fsdp"), default="local")
     args = parser.parse_args()
     if args.hidden < 256:  # a toy shape: smaller heads
         args.heads, args.key_heads = 4, 2
@@ -142,23 +146,28 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     peak = matmul_flops(device, 8192 if device.type == "cuda" else 1024)
     network = make_network(args, device)
-    backend = LocalBackend(
-        network,
-        OptimizerFlags(),
-        device,
-        learning_rate=1e-5,
-        adam_offload=args.adam_offload,
-        compile_layers=args.compile,
-    )
+    count = sum(parameter.numel() for parameter in network.parameters())
+    backend: MasterBackend
+    if args.backend == "fsdp":
+        sharding = ShardingFlags(adam_offload=args.adam_offload, deepcompile=args.compile)
+        backend = FsdpBackend(network, OptimizerFlags(), sharding, start_processes(device), learning_rate=1e-5)
+    else:
+        backend = LocalBackend(
+            network,
+            OptimizerFlags(),
+            device,
+            learning_rate=1e-5,
+            adam_offload=args.adam_offload,
+            compile_layers=args.compile,
+        )
     batch = make_batch(args)
     times = measure(backend, batch, args)
     seconds, tokens = statistics.median(times), batch.input_ids.numel()
     rate = tokens / seconds
-    count = sum(parameter.numel() for parameter in network.parameters())
-    how = [name for name in ("compile", "gradient_checkpointing", "adam_offload") if vars(args)[name]]
+    how = [args.backend] + [name for name in ("compile", "gradient_checkpointing", "adam_offload") if vars(args)[name]]
     print(
         f"{count / 1e9:.3f}B parameters, {next(network.parameters()).dtype}, {tokens} tokens in rows of {args.row}, "
-        f"{network.decoder.config._attn_implementation}, {', '.join(how) or 'plain'}"
+        f"{network.decoder.config._attn_implementation}, {', '.join(how)}"
     )
     print(f"{rate:,.0f} tokens/s, {1000 * seconds:.1f} ms a step, spread {1000 * (max(times) - min(times)):.1f} ms")
     print(f"MFU {100 * rate * useful_flops(network, args) / peak:.1f}% of {peak / 1e12:.2f} TFLOP/s")
