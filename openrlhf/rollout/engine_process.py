@@ -35,6 +35,7 @@ Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 Running: TypeAlias = asyncio.Task[None]  # runs as long as an engine's process
 
+VLLM_WORKER = "openrlhf.rollout.vllm_worker"  # imports most of vLLM
 START = "from openrlhf.rollout.engine_server import main; main()"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of PyTorch
 CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is killed
@@ -227,7 +228,7 @@ async def open_engine_processes(
     """Start engines, each in a process of its own; all processes end with the context.
 
     `build(number)` returns a picklable function that builds an engine in its process. `environment` is added to this
-    process's. With `in_turn`, an engine starts when the one before is ready. With `awaits_weights`, requests wait for
+    process's. With `in_turn`, an engine loads when the one before is ready. With `awaits_weights`, requests wait for
     the policy's weights.
     """
     started: list[LocalProcess] = []
@@ -237,16 +238,17 @@ async def open_engine_processes(
     turn = asyncio.Semaphore(1 if in_turn else count)
 
     async def start(number: int) -> LocalProcess:
+        process, run = await start_process(f"engine {number}", environment, timeout)
+        started.append(process)
+        running.append(run)
+        if closing.is_set():  # a restart that began before the end of the run
+            process.kill()
+        starting = process.within(timeout, "--engine_timeout")
+        await starting.call(EngineWorker.preload, VLLM_WORKER)
         async with turn:
-            process, run = await start_process(f"engine {number}", environment, timeout)
-            started.append(process)
-            running.append(run)
-            if closing.is_set():  # a restart that began before the end of the run
-                process.kill()
-            starting = process.within(timeout, "--engine_timeout")
             await starting.call(EngineWorker.start, build(number), awaits_weights)
-            ready.append(process)
-            return process
+        ready.append(process)
+        return process
 
     starts = [asyncio.ensure_future(start(number)) for number in range(count)]
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +39,10 @@ class EngineWorker:
         self.finished: dict[int, Completion | OpenRLHFError] = {}  # not collected yet
         self.failure: BaseException | None = None  # unexpected error of a request
         self.may_collect = asyncio.Event()
+
+    async def preload(self, module: str) -> None:
+        """Import a module of the engine, which takes seconds; engines that must start in turn need not wait for it."""
+        importlib.import_module(module)
 
     async def start(self, build: Callable[[], LoadingEngine], awaits_weights: bool) -> None:
         """Build the engine, which loads its model."""
