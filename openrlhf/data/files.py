@@ -39,10 +39,10 @@ class JsonArray:
     def read_many(self, positions: Sequence[int]) -> list[tuple[object, int]]:
         return [self.read(position) for position in positions]
 
-    def digest(self) -> str | None:
-        """Return a hash of the items, or None if they contain objects of a Python caller that have no exact text."""
+    def digest(self, rows: int) -> str | None:
+        """Return a hash of the first items, or None if they contain objects of a caller that have no exact text."""
         found = hashlib.sha256()
-        for item in self.items:
+        for item in self.items[:rows]:
             text = exact_json(item)
             if text is None:
                 return None
@@ -72,9 +72,11 @@ class JsonLines:
     def read_many(self, positions: Sequence[int]) -> list[tuple[object, int]]:
         return [self.read(position) for position in positions]
 
-    def digest(self) -> str:
-        """Return a hash of the file."""
-        return hashlib.sha256(self.content).hexdigest()
+    def digest(self, rows: int) -> str:
+        """Return a hash of the file up to the end of a row."""
+        end = int(self.lines[rows - 1, 2]) if rows else 0
+        with memoryview(self.content) as content, content[:end] as used:
+            return hashlib.sha256(used).hexdigest()
 
 
 def open_json(name: str, path: Path, limit: int | None) -> JsonArray | JsonLines:

@@ -125,8 +125,8 @@ class Source(Protocol):
         """Return what `read` returns for each position, faster if the rows are in a table."""
         ...
 
-    def digest(self) -> str | None:
-        """Return a hash of everything that `read` returns, or None if there is no exact one."""
+    def digest(self, rows: int) -> str | None:
+        """Return a hash of everything that `read` returns for the first rows, or None if there is no exact one."""
         ...
 
 
@@ -151,6 +151,10 @@ class Records:
 
     def __iter__(self) -> Iterator[Record]:
         return (self[position] for position in range(len(self)))
+
+    def rows_used(self, number: int) -> int:
+        """Return how many rows of a source are in use, counted up to the last one of them."""
+        return int(self.order[self.order[:, 0] == number, 1].max(initial=-1)) + 1
 
     def part(self, begin: int, end: int) -> Records:
         """Return the records from `begin` to `end`."""

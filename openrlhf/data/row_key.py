@@ -40,7 +40,7 @@ def row_key(records: Records, reader: RowReader[object], budget: Budget) -> str 
         settings = [f"{type(reader).__module__}.{type(reader).__name__}", describe(reader), describe(budget)]
     except NoKey:
         return None
-    digests = [source.digest() for source in records.sources]
+    digests = [source.digest(records.rows_used(number)) for number, source in enumerate(records.sources)]
     if None in digests:
         return None
     order = hashlib.sha256(records.order.tobytes()).hexdigest()

@@ -37,6 +37,7 @@ JSON = (".json", ".jsonl")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # file suffix -> builder of `datasets`
 # Errors that `datasets` raises for unreadable files, unknown names or a missing network; any other error is a bug.
 LOADER_ERRORS = (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, NotImplementedError)
+HASHED = 10_000  # rows of a table that are copied at a time to hash them
 FROM_THE_HUB = LoadingFlags()  # names that are not local are loaded from the Hugging Face Hub
 
 
@@ -59,19 +60,19 @@ class TableRows:
         rows = zip(*([without_nulls(value) for value in column] for column in columns.values()), strict=True)
         return [(dict(zip(columns, row, strict=True)), place + 1) for place, row in zip(positions, rows, strict=True)]
 
-    def digest(self) -> str | None:
-        """Return a hash of the table, or None if its rows are formatted, which may be by a function."""
+    def digest(self, rows: int) -> str | None:
+        """Return a hash of the first rows, or None if rows are formatted, which may be by a function."""
         if self.table.format["type"] is not None:
             return None
         found = hashlib.sha256(f"{self.table.features!r} {self.table.format!r}".encode())
-        parts = [self.table.data, self.table._indices]
-        for part in (part.table for part in parts if part is not None):
-            for batch in part.to_batches():
-                # The stream contains exactly the rows of the batch, which may be a slice of a file.
-                content = pa.BufferOutputStream()
-                with pa.ipc.new_stream(content, part.schema) as stream:
-                    stream.write_batch(batch)
-                found.update(content.getvalue())
+        stored = self.table.with_format("arrow")
+        for start in range(0, rows, HASHED):
+            part: pa.Table = stored[start : min(start + HASHED, rows)]
+            content = pa.BufferOutputStream()
+            with pa.ipc.new_stream(content, part.schema) as stream:
+                # A copy, because the padding of a slice may contain the rows next to it.
+                stream.write_table(part.take(pa.array(range(len(part)))).combine_chunks())
+            found.update(content.getvalue())
         return found.hexdigest()
 
 

@@ -1,9 +1,11 @@
 """Rows are found in the cache only if nothing that determines them has changed."""
 
+import json
 from dataclasses import replace
 from datetime import date, datetime
 
 import datasets
+import numpy as np
 import pytest
 
 from openrlhf.config.sections.data import ConversationFlags, LabelledResponseFlags, PairFlags, StepFlags, TemplateFlags
@@ -12,6 +14,7 @@ from openrlhf.data.files import JsonArray
 from openrlhf.data.preference import LabelledReader, PairReader
 from openrlhf.data.process import StepReader, step_tokens
 from openrlhf.data.prompts import PromptReader
+from openrlhf.data.records import Records
 from openrlhf.data.report import Budget
 from openrlhf.data.row_key import row_key
 from openrlhf.data.sft import open_reader
@@ -146,6 +149,27 @@ def test_the_content_and_the_order_of_the_data_are_in_the_key(data, tmp_path):
     assert len({row_key(records, sft_reader(), BUDGET) for records in tried}) == len(tried)
 
 
+@pytest.mark.parametrize("kind", ["lines", "array", "table", "shuffled"])
+def test_only_the_rows_in_use_are_in_the_key(kind, tmp_path):
+    def key(rows, used):
+        if kind == "lines":
+            write_rows(tmp_path / "rows.jsonl", rows)
+        elif kind == "array":
+            (tmp_path / "rows.json").write_text(json.dumps(rows))
+        source = {"lines": "rows.jsonl", "array": "rows.json"}.get(kind)
+        if source is not None:
+            return row_key(load_dataset_rows(source, split="train", max_samples=used), sft_reader(), BUDGET)
+        table = datasets.Dataset.from_list(rows)
+        table = table.select([0, 1, 2]) if kind == "table" else table.select([1, 0, 2])
+        order = np.stack([np.zeros(used, np.int64), np.arange(used)], axis=1)
+        return row_key(Records([TableRows("table", table)], order), sft_reader(), BUDGET)
+
+    third, other = {"input": "five", "output": "six"}, {"input": "seven", "output": "eight"}
+    assert key([*ROWS, third], 2) == key([*ROWS, other], 2)
+    assert key([*ROWS, third], 3) != key([*ROWS, other], 3)
+    assert key([*ROWS, third], 2) != key([*ROWS[::-1], third], 2)
+
+
 def test_the_code_is_in_the_key(data, monkeypatch):
     before = row_key(data, sft_reader(), BUDGET)
     monkeypatch.setattr(row_key_module, "version", lambda name: "0.1")
@@ -165,18 +189,18 @@ def test_tables_are_told_apart_by_what_their_rows_contain():
         datasets.Dataset.from_list([{"number": 1}]),
         datasets.Dataset.from_list([{"number": 1.0}]),
     ]
-    digests = [TableRows("table", one).digest() for one in tables]
-    assert TableRows("other", same).digest() == digests[0]
+    digests = [TableRows("table", one).digest(len(one)) for one in tables]
+    assert TableRows("other", same).digest(2) == digests[0]
     assert len({*digests}) == len(tables)
     assert None not in digests
-    assert TableRows("table", table.with_transform(lambda rows: rows)).digest() is None
+    assert TableRows("table", table.with_transform(lambda rows: rows)).digest(2) is None
 
 
 def test_items_of_a_python_caller_need_an_exact_text():
     items = [[{"a": 1}], [{"a": 1.0}], [{"a": True}], [{"a": "1"}], [{"a": None}], [{"a": [1]}], [{"b": 1}], []]
-    assert len({JsonArray("items", item).digest() for item in items}) == len(items)
+    assert len({JsonArray("items", item).digest(len(item)) for item in items}) == len(items)
     for inexact in ({"a": (1,)}, {1: "a"}, {"a": datetime(2024, 1, 1)}):
-        assert JsonArray("items", [{"a": 1}, inexact]).digest() is None
+        assert JsonArray("items", [{"a": 1}, inexact]).digest(2) is None
 
 
 def test_templates_with_a_date_have_another_key_each_day(data, monkeypatch):
