@@ -9,7 +9,7 @@
       local, optim                 one process: fp32 master weights, Adam and Muon, loss scale
       distributed, ring_groups     several processes: collective operations, rings
       deepspeed*                   ZeRO, tensor parallelism
-      fsdp*                        PyTorch's FSDP2
+      fsdp*, tensor_parallel       PyTorch's FSDP2, and matrices divided by the plan of a model
       audit, host_memory           for all: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL
       folder_lock                  locks that allow one run per folder

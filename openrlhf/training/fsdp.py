@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.models.export import saved_tensors
@@ -25,11 +24,12 @@ from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Frozen
 from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.distributed import DistributedBackend, largest
-from openrlhf.training.fsdp_checkpoint import load_shards, save_shards
+from openrlhf.training.fsdp_checkpoint import Block, load_shards, save_shards
 from openrlhf.training.fsdp_optim import ShardOptimizer
 from openrlhf.training.local import MasterBackend
 from openrlhf.training.optim import LossScale
 from openrlhf.training.ring_groups import share_rows
+from openrlhf.training.tensor_parallel import TensorParallel, data_ranks
 
 
 class FsdpFrozen(Frozen):
@@ -61,10 +61,12 @@ class FsdpBackend(DistributedBackend, MasterBackend):
     ) -> None:
         super().__init__(network, device)
         shared = share_rows(network, sharding)
-        world = dist.group.WORLD
-        assert world is not None
-        self.join_ranks(shared.lane if shared else world)
-        self.module = self.root = shards.shard_network(network, device, offload=sharding.adam_offload)
+        size = sharding.ds_tensor_parallel_size
+        self.join_ranks(shared.lane if shared else data_ranks(device.type, size))
+        self.tensor_parallel = TensorParallel(network, device, size) if size > 1 else None
+        self.module = self.root = shards.shard_network(
+            network, device, tensor_parallel=self.tensor_parallel, offload=sharding.adam_offload
+        )
         self.run = shards.run_sharded(self.root)
         self.is_offloaded = sharding.adam_offload
         choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
@@ -76,6 +78,8 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         self.module.train()
 
     def optim_step(self, scale: float) -> float | None:
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.sum_partial_gradients()
         self.shard_optimizer.link()
         if self.audit.hooks:  # the hooks do not fire, because autograd does not see the shards
             for number, (_, master) in enumerate(self.optimizer.named):
@@ -91,15 +95,15 @@ class FsdpBackend(DistributedBackend, MasterBackend):
 
     def save(self, folder: Path) -> None:
         self.shard_optimizer.link()
-        shapes = {name: parameter.shape for name, parameter in self.shard_optimizer.sharded}
-        save_shards(folder, self.state(), shapes, process=self.process, num_processes=self.num_processes)
+        save_shards(folder, self.state(), self.blocks(), process=self.process, num_processes=self.num_processes)
 
     def load(self, folder: Path) -> None:
         self.shard_optimizer.link()
-        shapes = {name: parameter.shape for name, parameter in self.shard_optimizer.sharded}
-        self.restore(
-            folder, lambda: load_shards(folder, shapes, process=self.process, num_processes=self.num_processes)
-        )
+        self.restore(folder, lambda: load_shards(folder, self.blocks()))
+
+    def blocks(self) -> dict[str, Block]:
+        """Return the part of each trained parameter that this process holds."""
+        return {name: shards.block_of(parameter) for name, parameter in self.shard_optimizer.sharded}
 
     def sleep(self) -> None:
         if self.device.type != "cpu":

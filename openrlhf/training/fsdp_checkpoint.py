@@ -1,9 +1,9 @@
 """Checkpoints of sharded weights and optimizer states, which any number of processes can read.
 
-Each process writes its rows of every tensor to a safetensors file of its own, and the first one also an index with the
-full shapes. FSDP divides the rows of a tensor over the processes in order and as evenly as `torch.chunk`, so the rows
-that a file holds follow from the number of processes. A process that resumes reads its own rows, from as many files as
-they are spread over:
+Each process writes its block of every tensor to a safetensors file of its own, with the place of the block, and the
+first one also an index with the full shapes. FSDP divides the rows of a tensor over the processes in order and as
+evenly as `torch.chunk`; tensor parallelism divides rows or columns before. A process that resumes reads its own block,
+from as many files as it is spread over:
 
     saved by 4 processes     [ rank0 ][ rank1 ][ rank2 ][ rank3 ]
     resumed by 2             [     rank 0     ][     rank 1     ]
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,35 +29,52 @@ from openrlhf.errors import BackendError
 
 FOLDER = "fsdp"  # inside a checkpoint
 INDEX = "shards.json"
+STARTS = "starts"  # metadata of a file: where the block of each parameter starts
 
 
-def rows_of(rows: int, process: int, num_processes: int) -> range:
-    """Return the rows that a process holds of a tensor with this many rows."""
-    each = math.ceil(rows / num_processes)
-    return range(min(each * process, rows), min(each * (process + 1), rows))
+@dataclass(frozen=True)
+class Block:
+    """A rectangular part of a tensor: the range that it covers in each dimension."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    ranges: tuple[range, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Block:
+        return Block(tuple(shape), tuple(map(range, shape)))
+
+    def divided(self, dimension: int, part: int, parts: int) -> Block:
+        """Return a part of this block, divided as by `torch.chunk`."""
+        ranges = list(self.ranges)
+        ranges[dimension] = chunk_of(ranges[dimension], part, parts)
+        return replace(self, ranges=tuple(ranges))
+
+    @property
+    def size(self) -> list[int]:
+        return [len(one) for one in self.ranges]
+
+
+def chunk_of(numbers: range, part: int, parts: int) -> range:
+    """Return one of the parts into which `torch.chunk` divides a range."""
+    each = math.ceil(len(numbers) / parts)
+    return numbers[each * part : each * (part + 1)]
 
 
 def save_shards(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    process: int,
-    num_processes: int,
+    folder: Path, tensors: Mapping[str, Tensor], blocks: Mapping[str, Block], *, process: int, num_processes: int
 ) -> None:
-    """Write this process's shards, named `slot/parameter`; `shapes` are the full shapes of the parameters."""
+    """Write this process's shards, named `slot/parameter`; `blocks` are its parts of the parameters."""
     target = folder / FOLDER
     target.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), _file(target, process))
+    starts = {name: [one.start for one in block.ranges] for name, block in blocks.items()}
+    save_file(dict(tensors), _file(target, process), metadata={STARTS: json.dumps(starts)})
     if process == 0:
-        index = {"processes": num_processes, "shapes": {name: list(shape) for name, shape in shapes.items()}}
+        index = {"processes": num_processes, "shapes": {name: block.shape for name, block in blocks.items()}}
         (target / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def load_shards(
-    folder: Path, shapes: Mapping[str, Sequence[int]], *, process: int, num_processes: int
-) -> dict[str, Tensor]:
-    """Read the shards of this process from a checkpoint that any number of processes wrote."""
+def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
+    """Read these blocks of the parameters from a checkpoint that any number of processes wrote."""
     source = folder / FOLDER
     if not source.is_dir():
         raise BackendError(
@@ -66,31 +83,39 @@ def load_shards(
         )
     index = json.loads((source / INDEX).read_text(encoding="utf-8"))
     saved: dict[str, list[int]] = index["shapes"]
-    for name in sorted(saved.keys() | shapes.keys()):
-        expected, found = (list(known[name]) if name in known else "nothing" for known in (shapes, saved))
+    for name in sorted(saved.keys() | blocks.keys()):
+        expected = list(blocks[name].shape) if name in blocks else "nothing"
+        found = saved.get(name, "nothing")
         if expected != found:
             raise BackendError(f"{folder}: {name} should have the shape {expected}, got {found}")
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(_file(source, one), "pt")) for one in range(index["processes"])]
+        starts = [json.loads(file.metadata()[STARTS]) for file in opened]
         for key in sorted(opened[0].keys()):
             _, _, name = key.partition("/")
-            if name not in saved or not opened[0].get_slice(key).get_shape():
+            first = opened[0].get_slice(key)
+            if name not in blocks or not first.get_shape():
                 tensors[key] = opened[0].get_tensor(key)  # a number that all processes have in common
                 continue
-            mine = rows_of(saved[name][0], process, num_processes)
-            parts = list(_read_rows(opened, key, saved[name][0], mine))
-            tensors[key] = torch.cat(parts) if parts else opened[0].get_slice(key)[:0]
+            block = blocks[name]
+            tensors[key] = first[tuple(slice(0, 0) for _ in block.shape)].new_empty(block.size)
+            for file, known in zip(opened, starts, strict=True):
+                _copy_common_part(file.get_slice(key), known[name], tensors[key], block)
     return tensors
 
 
-def _read_rows(opened: Sequence[Any], key: str, rows: int, wanted: range) -> Iterator[Tensor]:
-    """Yield the wanted rows of a tensor from the files that hold them, in order."""
-    for process, file in enumerate(opened):
-        held = rows_of(rows, process, len(opened))
-        first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-        if first < stop:
-            yield file.get_slice(key)[first - held.start : stop - held.start]
+def _copy_common_part(saved: Any, starts: Sequence[int], target: Tensor, block: Block) -> None:
+    """Copy what a saved block, which starts at `starts`, and the block of the target have in common."""
+    there: list[slice] = []
+    here: list[slice] = []
+    for start, length, wanted in zip(starts, saved.get_shape(), block.ranges, strict=True):
+        first, stop = max(start, wanted.start), min(start + length, wanted.stop)
+        if first >= stop:
+            return
+        there.append(slice(first - start, stop - start))
+        here.append(slice(first - wanted.start, stop - wanted.start))
+    target[tuple(here)] = saved[tuple(there)]
 
 
 def _file(folder: Path, process: int) -> Path:

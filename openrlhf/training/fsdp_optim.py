@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from openrlhf.config.sections.training import OptimizerFlags
-from openrlhf.training.fsdp_shards import local_shard
+from openrlhf.training.fsdp_shards import local_shard, num_copies
 from openrlhf.training.optim import MasterOptimizer, Named, trainable
 
 EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
@@ -40,10 +40,14 @@ class ShardOptimizer(MasterOptimizer):
             parameter.grad = None
 
     def clip(self, masters: Sequence[nn.Parameter]) -> float:
-        gradients = [master.grad for master in masters if master.grad is not None]
+        pairs = zip(masters, self.sharded, strict=True)
+        found = [(master.grad, num_copies(sharded)) for master, (_, sharded) in pairs if master.grad is not None]
+        gradients = [gradient for gradient, _ in found]
         squares = torch.zeros((), dtype=torch.float32, device=self.device)
         if gradients:
-            squares += torch.stack(torch._foreach_norm(gradients)).square().sum().to(self.device)
+            norms = torch.stack(torch._foreach_norm(gradients)).to(self.device)
+            copies = torch.tensor([count for _, count in found], device=self.device)
+            squares += (norms.square() / copies).sum()  # each part of a gradient counts once
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         limit = self.flags.max_norm

@@ -8,6 +8,7 @@ holds a range of rows, its shard. The functions that gather are collective: all 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.deferred import deferred_weights
@@ -28,13 +29,22 @@ from openrlhf.models.plain import Gather, Unshard
 from openrlhf.training.audit import ONE_EXPERT
 from openrlhf.training.backend import Run
 from openrlhf.training.compilation import decoder_layers
+from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.tensor_module import TensorModule
+from openrlhf.training.tensor_parallel import TensorParallel
 from openrlhf.types import Batch
 
 Root: TypeAlias = Any  # the TensorModule of a network, which `fully_shard` has also made an FSDPModule
 
 
-def shard_network(network: Network, device: torch.device, *, offload: bool = False, keep_head: bool = False) -> Root:
+def shard_network(
+    network: Network,
+    device: torch.device,
+    *,
+    tensor_parallel: TensorParallel | None = None,
+    offload: bool = False,
+    keep_head: bool = False,
+) -> Root:
     """Shard a network layer by layer on this device, and return the module to call.
 
     Trained weights are kept in fp32; passes compute in the network's own precision. With `offload`, shards are in host
@@ -55,7 +65,7 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
         reduce_dtype=torch.float32 if half else None,  # gradients are summed over ranks and micro-batches in fp32
         cast_forward_inputs=False,
     )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    everyone = init_device_mesh(device.type, (dist.get_world_size(),))
     host = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
     root = TensorModule(network)
     files = deferred_weights(network.decoder)
@@ -69,12 +79,18 @@ def shard_network(network: Network, device: torch.device, *, offload: bool = Fal
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(torch.float32)
+        mesh = everyone
+        if tensor_parallel is not None and module is not root:
+            tensor_parallel.split(module)
+            mesh = tensor_parallel.grid["data"]  # peers have different parts, which other processes share
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=host, ignored_params=kept)
     files.must_be_used_up()
     for group in groups_of(root):
         # Losses are divided by totals over all ranks, so gradients are added up, not averaged.
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
+        if tensor_parallel is not None and group is root:
+            group.set_gradient_divide_factor(tensor_parallel.size)  # all peers have computed the same gradient
         if has_experts:  # ranks may route tokens to different experts; the gradient of an unused one is zero
             group.set_reduce_scatter_unused_params(True)
     return root
@@ -115,8 +131,32 @@ def run_sharded(root: Root) -> Run:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded tensor, which share its memory, or a tensor that is not sharded."""
+    """Return this rank's part of a sharded tensor, which shares its memory, or a tensor that is not sharded."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def block_of(tensor: Tensor) -> Block:
+    """Return the part of a tensor that this rank holds.
+
+    FSDP divides what tensor parallelism has left, so the last dimension of the mesh divides first.
+    """
+    block = Block.whole(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh, position = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert position is not None, "every rank holds a part of every tensor"
+        placements: list[Any] = list(tensor.placements)  # the ones that divide have a `dim`, but no common base class
+        for number, placement in reversed(list(enumerate(placements))):
+            if not placement.is_replicate():
+                block = block.divided(placement.dim, position[number], mesh.size(number))
+    return block
+
+
+def num_copies(tensor: Tensor) -> int:
+    """Return how many ranks hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return dist.get_world_size() // math.prod(size for size, place in sizes if not place.is_replicate())
 
 
 def gather_each(dtype: torch.dtype, device: torch.device) -> Gather:
@@ -125,15 +165,26 @@ def gather_each(dtype: torch.dtype, device: torch.device) -> Gather:
     def unshard(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        shard = local_shard(tensor).to(device, dtype)
-        places = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
-        return DTensor.from_local(shard, **places, shape=tensor.shape, stride=tensor.stride()).full_tensor()
+        return gather_whole(tensor, local_shard(tensor).to(device, dtype))
 
     @contextmanager
     def gather(tensors: Sequence[Tensor]) -> Iterator[Unshard]:
         yield unshard
 
     return gather
+
+
+def gather_whole(tensor: DTensor, shard: Tensor) -> Tensor:
+    """Return the whole tensor of which each rank passes its shard; it is sharded like `tensor`.
+
+    What FSDP has divided is gathered first, then what tensor parallelism has.
+    """
+    mesh, placements = tensor.device_mesh, list(tensor.placements)
+    whole = DTensor.from_local(shard, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+    for number in range(mesh.ndim):
+        placements[number] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    return whole.to_local()
 
 
 class GatheredPlace(NamedTuple):
@@ -145,7 +196,10 @@ class GatheredPlace(NamedTuple):
 
 
 def gather_groups(root: Root) -> Gather:
-    """Return a `Gather` that gathers whole groups within its context, so that modules such as adapters can be used."""
+    """Return a `Gather` that gathers whole groups within its context, so that modules such as adapters can be used.
+
+    Parts of matrices that tensor-parallel peers have are gathered, too.
+    """
     places: dict[int, GatheredPlace] = {}
     for group in groups_of(root):  # layers come after the root, so their parameters get the right group
         assert isinstance(group, nn.Module)
@@ -162,9 +216,18 @@ def gather_groups(root: Root) -> Gather:
         needed = {id(place.group): place.group for tensor in tensors if (place := places.get(id(tensor)))}
         for group in needed.values():
             group.unshard()
+        parts: list[tuple[GatheredPlace, nn.Parameter]] = []
+        for place in places.values():
+            part = place.module._parameters[place.name]
+            if id(place.group) in needed and isinstance(part, DTensor):
+                parts.append((place, part))
+                whole = nn.Parameter(part.full_tensor(), requires_grad=False)
+                place.module._parameters[place.name] = whole
         try:
             yield unshard
         finally:
+            for place, part in parts:
+                place.module._parameters[place.name] = part
             for group in needed.values():
                 group.reshard()
 

@@ -41,6 +41,10 @@ def check_models(config: TrainingConfig) -> None:
         heads = getattr(model.get_text_config(), "num_attention_heads", size)
         if heads % size:
             raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}")
+        if size > 1 and sharding.backend == "fsdp":
+            from openrlhf.training.tensor_parallel import check_plan
+
+            check_plan(model, name, size)
         if coef > AUX_ON and not balances_experts(config.model, model):
             if role == "policy":
                 raise ConfigError(

@@ -1,7 +1,7 @@
 """Process groups for ring attention.
 
 A ring is a group of processes that share each packed row. A lane consists of the processes at the same position of all
-rings, so that sums over a lane count each row once. Both DeepSpeed classes call `share_rows` to set the ring of a
+rings, so that sums over a lane count each row once. DeepSpeed and FSDP classes call `share_rows` to set the ring of a
 network. For example, eight processes with --ring_attn_size 2 and --ds_tensor_parallel_size 2:
 
     ranks   0 1 2 3 | 4 5 6 7      tensor-parallel peers: (0 1) (2 3) (4 5) (6 7)

@@ -305,11 +305,6 @@ REFUSED = [  # rule, command, added flags, parts of the message
             ("local_backend_is_one_process", "--backend local", "--backend local|2 processes|Try: --backend fsdp"),
             ("muon_trains_whole_matrices", "--backend fsdp --optim muon", "--optim muon|FSDP|Try: --optim adam"),
             (
-                "tensor_parallelism_splits_plain_layers",
-                "--backend fsdp --ds_tensor_parallel_size 2",
-                "--ds_tensor_parallel_size 2 is a feature of DeepSpeed|--backend deepspeed",
-            ),
-            (
                 "four_bit_weights_are_not_sharded",
                 "--backend fsdp --load_in_4bit --lora_rank 4",
                 "--load_in_4bit|--backend fsdp cannot shard|Try: --backend deepspeed",
@@ -742,6 +737,7 @@ def test_rules_of_deepspeed_apply_to_several_processes_only(run, monkeypatch):
 def test_rules_of_deepspeed_do_not_apply_to_fsdp(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("train_sft", "--backend fsdp --deepcompile --adam_offload --param_dtype fp16")[1] == []
+    assert run("train_sft", "--backend fsdp --ds_tensor_parallel_size 2 --lora_rank 4 --param_dtype fp32")[1] == []
 
 
 @pytest.mark.parametrize("added", ["--grad_accum_dtype bf16", "--param_dtype fp32", "--device cpu"])

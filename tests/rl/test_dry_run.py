@@ -101,6 +101,10 @@ def test_an_invalid_reward_is_found_before_a_model_loads(run_ppo, line, complain
             {"runtime": "ray", "actor_num_gpus_per_node": 3, "ds_tensor_parallel_size": 3},
             "--ds_tensor_parallel_size 3 does not divide the 4 attention heads",
         ),
+        (
+            {"runtime": "ray", "backend": "fsdp", "actor_num_gpus_per_node": 4, "ds_tensor_parallel_size": 4},
+            "--ds_tensor_parallel_size 4 does not divide the 2 key heads",
+        ),
     ],
 )
 @pytest.mark.parametrize("dry", [False, True])

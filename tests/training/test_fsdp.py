@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from openrlhf.models.forward import LogProbs
-from openrlhf.training.fsdp_checkpoint import FOLDER, rows_of
+from openrlhf.training.fsdp_checkpoint import FOLDER, Block
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
@@ -30,6 +30,7 @@ from tests.training.deepspeed_cases import (
     step_scorer,
     train,
 )
+from tests.training.fsdp_tensor_parallel import CASES
 
 pytestmark = pytest.mark.slow(seconds=2)
 CPU = torch.device("cpu")
@@ -46,6 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "shallow", num_hidden_layers=1)
     make_model(root / "mixtral", "mixtral")
     make_model(root / "teacher", seed=3)
+    make_model(root / "qwen3", "qwen3")
+    make_model(root / "many_heads", num_key_value_heads=4)
     for ranks in (4, 2):  # the second launch resumes from the checkpoints of the first
         run_processes([*torchrun(ranks), "-m", WORKER, str(root)])
     return root
@@ -234,6 +237,35 @@ def test_two_ranks_resume_what_four_have_saved(kind: str, folder: Path, results:
     assert_same_weights(folder / f"resumed-{kind}.safetensors", backend)
 
 
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
+def test_processes_that_divide_matrices_train_like_one_process(
+    ranks: int, name: str, folder: Path, results: dict[int, Any], local: Local
+) -> None:
+    model, size, kwargs = CASES[ranks][name]
+    backend, expected = local(model, **kwargs)
+    found = [rank["split"][name] for rank in results[ranks]]
+    peers = size * 2 if name == "ring" else size  # each has the losses of its rank
+    assert [one["rank"] for one in found] == [[rank // peers, ranks // peers] for rank in range(ranks)]
+    assert_same_training(found[::peers], expected)
+    for rank in range(ranks):
+        assert found[rank]["losses"] == pytest.approx(found[rank // peers * peers]["losses"], abs=1e-6)
+        assert found[rank]["held"] < 1.1 * found[rank]["whole"] / ranks
+    assert_same_weights(folder / f"split-{ranks}-{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("name", ["full-split", "full-whole", "lora-split", "whole-split"])
+def test_a_checkpoint_is_resumed_with_another_division(
+    name: str, folder: Path, results: dict[int, Any], local: Local
+) -> None:
+    case = {"full": CASES[4]["packed-full"], "lora": CASES[4]["padded-lora"], "whole": ("llama", 2, {})}
+    model, _, kwargs = case[name.partition("-")[0]]
+    backend, expected = local(model, **kwargs)
+    found = [rank["split_resumed"][name] for rank in results[2]]
+    shares = found if name == "full-whole" else found[:1]
+    assert_same_training(shares, {key: values[1:] for key, values in expected.items()})
+    assert_same_weights(folder / f"split-resumed-{name}.safetensors", backend)
+
+
 def test_checkpoints_contain_no_pickles(folder: Path) -> None:
     files = sorted(path.name for path in (folder / "checkpoint-full" / FOLDER).iterdir())
     assert files == [*(f"rank{rank}.safetensors" for rank in range(4)), "shards.json"]
@@ -249,7 +281,8 @@ def test_checkpoints_that_do_not_fit_are_refused(results: dict[int, Any]) -> Non
 @pytest.mark.parametrize(("rows", "ranks"), [(7, 4), (1, 4), (8, 2), (3, 5)])
 def test_rows_are_divided_as_in_torch(rows: int, ranks: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)]
-    assert [list(rows_of(rows, rank, ranks)) for rank in range(ranks)] == chunks + [[]] * (ranks - len(chunks))
+    blocks = [Block.whole((rows, 2)).divided(0, rank, ranks) for rank in range(ranks)]
+    assert [list(block.ranges[0]) for block in blocks] == chunks + [[]] * (ranks - len(chunks))
 
 
 def outputs_of(model: Any) -> Any:
@@ -257,7 +290,10 @@ def outputs_of(model: Any) -> Any:
         return model.eval()(torch.arange(2, 12)[None]).logits
 
 
-@pytest.mark.parametrize(("name", "model"), [("4-packed-full", "llama"), ("tied", "tied"), ("experts", "mixtral")])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("4-packed-full", "llama"), ("tied", "tied"), ("experts", "mixtral"), ("split-2-padded-full", "qwen3")],
+)
 def test_exports_load_in_plain_transformers(name: str, model: str, folder: Path, local: Local) -> None:
     exported = AutoModelForCausalLM.from_pretrained(folder / f"export-{name}", dtype=torch.float32)
     backend, _ = local(model, **({"with_aux_loss": True} if model == "mixtral" else {}))

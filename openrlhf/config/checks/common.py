@@ -104,9 +104,9 @@ def four_bit_trains_adapters(config: TrainingConfig) -> None:
 
 
 def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
-    """Require bf16 weights for tensor parallelism, as upstream does."""
+    """Require bf16 weights for DeepSpeed's tensor parallelism, as upstream does."""
     size = config.sharding.ds_tensor_parallel_size
-    if size > 1 and config.model.param_dtype != "bf16":
+    if size > 1 and config.model.param_dtype != "bf16" and config.sharding.backend != "fsdp":
         raise ConfigError(f"--ds_tensor_parallel_size {size} needs --param_dtype bf16, not {config.model.param_dtype}")
 
 

@@ -147,18 +147,13 @@ def fp16_needs_a_loss_scale(config: TrainingConfig) -> None:
 
 
 def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
-    """Reject LoRA with tensor parallelism: DeepSpeed does not recognise linear layers that LoRA has wrapped."""
+    """Reject LoRA with DeepSpeed's tensor parallelism, which does not recognise linear layers that LoRA has wrapped."""
     size = config.sharding.ds_tensor_parallel_size
-    if size > 1 and config.sharding.backend == "fsdp":
-        raise ConfigError(
-            f"--ds_tensor_parallel_size {size} is a feature of DeepSpeed, but --backend is fsdp",
-            try_this="--backend deepspeed, or --ds_tensor_parallel_size 1",
-        )
-    if size > 1 and config.lora.lora_rank > 0:
+    if size > 1 and config.lora.lora_rank > 0 and config.sharding.backend != "fsdp":
         raise ConfigError(
             f"--ds_tensor_parallel_size {size} cannot split the layers that LoRA wraps: expected --lora_rank 0, "
             f"got {config.lora.lora_rank}",
-            try_this="--ds_tensor_parallel_size 1 --zero_stage 3",
+            try_this="--backend fsdp, or --ds_tensor_parallel_size 1 --zero_stage 3",
         )
 
 
