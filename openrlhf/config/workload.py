@@ -82,7 +82,8 @@ class Workload:
     step_samples: int  # sequences of an optimizer step, over all devices
     by_tokens: bool = False  # micro-batches are limited by tokens instead of samples
     zero_stage: int = 0
-    always_deepspeed: bool = False
+    always_deepspeed: bool = False  # also in one process
+    fsdp: bool = False
     adam_offload: bool = False
     recompute: bool = False  # gradient checkpointing
     compiled: bool = False
@@ -191,8 +192,9 @@ def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int
         sequence=sequence,
         micro_batches=1,
         step_samples=1,
-        zero_stage=3 if sharding.backend == "fsdp" else sharding.zero_stage,  # FSDP shards as much as stage 3
-        always_deepspeed=config.checkpoints.use_ds_universal_ckpt,
+        zero_stage=sharding.zero_stage,
+        always_deepspeed=config.checkpoints.use_ds_universal_ckpt or sharding.backend == "deepspeed",
+        fsdp=sharding.backend == "fsdp",
         adam_offload=sharding.adam_offload,
         recompute=sharding.gradient_checkpointing,
         compiled=bool(sharding.deepcompile),

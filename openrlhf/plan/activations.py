@@ -13,7 +13,7 @@ They agree with the peaks that docs/scale.md lists. Mixtures of experts and LoRA
 from __future__ import annotations
 
 from openrlhf.models.chunks import CHUNK
-from openrlhf.plan.states import FP32, ModelPlace, bucket_terms, gradient_bytes
+from openrlhf.plan.states import FP32, ModelPlace, bucket_terms, gathered_terms, gradient_bytes
 from openrlhf.plan.terms import ACTIVATIONS, GRADIENTS, HEAD, Term, total
 
 # Bytes per logit of a chunk in addition to the logits themselves: an fp32 softmax, and more if the head must be called.
@@ -26,7 +26,7 @@ def saved_per_token(place: ModelPlace) -> float:
     hidden, mlp = shape.hidden, shape.mlp
     attention = width * (2 * shape.queries + 2 * shape.keys)
     routed = 2 * width * hidden * shape.routed  # inputs and outputs of experts, copied for each
-    if place.adapted and not place.deepspeed:
+    if place.adapted and place.local:
         adapters = FP32 * (5 * hidden + shape.queries + mlp)
         return 2 * FP32 * hidden + adapters + attention + 3 * width * mlp + routed
     if place.adapted:
@@ -46,7 +46,7 @@ def head_bytes(place: ModelPlace, tokens: float, *, training: bool) -> float:
     if place.model.scalar:
         return 0.0
     per_logit = PLAIN_HEAD
-    if place.stage == 3:
+    if place.stage == 3 and not place.fsdp:
         per_logit = CALLED_HEAD
     if training and place.work.logs_entropy:
         per_logit = ENTROPY_HEAD
@@ -66,6 +66,7 @@ def forward_terms(place: ModelPlace) -> list[Term]:
     return [
         place.term(ACTIVATIONS, tokens * layer, certain=False),
         place.term(HEAD, head_bytes(place, tokens, training=False), certain=False),
+        *gathered_terms(place),
     ]
 
 
@@ -92,4 +93,4 @@ def training_terms(place: ModelPlace) -> list[Term]:
         place.term(HEAD, start[1], certain=False),
     ]
     at_end = [place.term(GRADIENTS, gradients), place.term(ACTIVATIONS, layer, certain=False)]
-    return [*max(at_start, at_end, key=total), *bucket_terms(place)]
+    return [*max(at_start, at_end, key=total), *gathered_terms(place), *bucket_terms(place)]

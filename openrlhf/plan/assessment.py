@@ -165,6 +165,7 @@ def remedy(plan: Assessment) -> list[FlagChange]:
 def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, bool]]:
     """Yield the changes of flags that may save memory, and whether they change what is learned."""
     several = work.groups[0].devices > 1
+    sharded = work.fsdp or (several and work.zero_stage == 3)
     if not work.recompute:
         yield "--gradient_checkpointing", replace(work, recompute=True), False
     if work.train_tokens > work.sequence:
@@ -173,9 +174,9 @@ def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, b
         value = half if work.by_tokens else max(1, half // work.sequence)
         smaller = replace(work, train_tokens=half, micro_batches=work.micro_batches * 2)
         yield f"{name} {value}", smaller, False
-    if several and work.zero_stage < 3 and not work.loading.load_in_4bit and not work.compiled:
+    if several and not sharded and not work.loading.load_in_4bit and not work.compiled:
         yield "--zero_stage 3", replace(work, zero_stage=3), False
-    if not work.adam_offload and machine.gpu is not None and (not several or work.zero_stage >= 1):
+    if not work.adam_offload and machine.gpu is not None and (not several or work.fsdp or work.zero_stage >= 1):
         yield "--adam_offload", replace(work, adam_offload=True), False
     yield from offloading(work)
     if several and work.train_tokens <= work.sequence and work.groups[0].devices % (2 * work.ring) == 0:
@@ -185,7 +186,7 @@ def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, b
     adapted = replace(work, lora=replace(work.lora, lora_rank=work.lora.lora_rank or ADAPTER_RANK))
     if names:
         yield names, adapted, True
-    if not work.loading.load_in_4bit and not (several and work.zero_stage == 3) and machine.gpu is not None:
+    if not work.loading.load_in_4bit and not sharded and machine.gpu is not None:
         quantised = replace(adapted, loading=replace(work.loading, load_in_4bit=True))
         yield f"{names} --load_in_4bit".strip(), quantised, True
 

@@ -15,7 +15,7 @@ from openrlhf.plan.activations import forward_terms, training_terms
 from openrlhf.plan.engine import ROLE, EnginePlace
 from openrlhf.plan.gpus import GIB, Machine
 from openrlhf.plan.shapes import ModelShape
-from openrlhf.plan.states import FP32, ModelPlace, resting_terms, weight_terms
+from openrlhf.plan.states import FP32, ModelPlace, gathered_terms, outer_parameters, resting_terms, weight_terms
 from openrlhf.plan.terms import Term, total
 
 Phase = str
@@ -205,7 +205,7 @@ def in_sync(here: GroupPlaces) -> list[Term]:
     policy = here.models[0]
     shares = here.engine is not None and not here.engine.engine.own_weights
     buffers = 0.0 if shares else 2 * SYNC_BUCKET + policy.width * policy.shape.largest
-    sent = [Term("policy", terms.SYNC, buffers)]
+    sent = [Term("policy", terms.SYNC, buffers), *gathered_terms(policy)]
     return [*awake(here, policy), *sent, *engine_terms(here, awake=False, weights=True)]
 
 
@@ -243,8 +243,14 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
 
 
 def loading_term(place: ModelPlace) -> Term:
-    """Return what a process holds while it loads a model; only language models load in shards."""
+    """Return what a process holds while it loads a model; under ZeRO-3, only language models load in shards.
+
+    Under FSDP, weights are mapped from files, and those of a layer that is trained are widened to fp32 at a time.
+    """
     whole = place.width * place.shape.parameters
+    if place.fsdp and not place.shape.routed:  # experts are joined while they load
+        widened = FP32 if place.model.trained and not place.adapted else place.width
+        return place.term(terms.LOADING, widened * max(place.shape.layer, outer_parameters(place)), certain=False)
     sharded = place.is_sharded and not place.model.scalar
     size = min(whole, place.weights / place.ranks + LOADED_FILE) if sharded else whole
     size = min(whole, LOADED_FILE) if place.work.loading.load_in_4bit else size
@@ -252,5 +258,6 @@ def loading_term(place: ModelPlace) -> Term:
 
 
 def saving_term(place: ModelPlace) -> Term:
-    """Return what a process holds while it writes a checkpoint; in one process, all states at the same time."""
-    return place.term(terms.SAVING, 0.0 if place.deepspeed else 3 * FP32 * place.trained, certain=False)
+    """Return what a process holds while it writes a checkpoint; without DeepSpeed, all its states at the same time."""
+    states = 0.0 if place.deepspeed else 3 * FP32 * place.trained / (place.ranks if place.fsdp else 1)
+    return place.term(terms.SAVING, states, certain=False)

@@ -23,7 +23,7 @@ from openrlhf.plan.estimate import (
 )
 from openrlhf.plan.flops import StepSize, step_flops
 from openrlhf.plan.gpus import GPU, Machine
-from openrlhf.plan.states import ModelPlace, resting_terms
+from openrlhf.plan.states import FP32, ModelPlace, resting_terms
 from openrlhf.plan.terms import STATES, total
 
 COMPUTE, BANDWIDTH, HOST_LINK, HOST, LINK, SCHEDULER = (
@@ -160,6 +160,9 @@ def collective_bytes(place: ModelPlace) -> float:
     """Return what a process sends in an optimizer step to gather weights and reduce gradients."""
     if place.ranks == 1:
         return 0.0
+    if place.fsdp:  # twice per micro-batch, also if activations are recomputed, and gradients in fp32
+        moved = 2 * place.width * place.parameters + FP32 * place.trained
+        return place.work.micro_batches * moved / place.work.tensor_parallel
     gathers = 3 if place.work.recompute else 2
     whole, gradients = place.weights, place.width * place.trained
     if place.stage == 3:

@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer states of a model in one process, for each way in which the project trains.
 
-`training/local.py` trains in one process, and `training/deepspeed.py` in several; see there for what they allocate.
+`training/local.py` trains in one process, and `training/deepspeed.py` and `training/fsdp.py` in several; see there for
+what they allocate. Under FSDP, the shard of a trained weight is its fp32 master, and there is no second copy of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from openrlhf.plan.terms import (
 FP32, MOMENT_BYTES = 4, 8
 NF4 = 0.516  # bytes per weight: 4 bits, and the constants of double quantisation
 REDUCE_BUCKET = 5e8  # elements: DeepSpeed's reduce_bucket_size
+GATHERED_LAYERS = 3  # that FSDP holds at a time: the current one, and the next one in a buffer and unpacked
 LIVE_PARAMETERS = 1e9  # elements that ZeRO-3 keeps gathered at a time: its stage3_max_live_parameters
 
 
@@ -37,18 +39,33 @@ class ModelPlace:
     on_cpu: bool = False
 
     @property
+    def fsdp(self) -> bool:
+        return self.work.fsdp
+
+    @property
     def deepspeed(self) -> bool:
-        return self.group.devices > 1 or self.work.always_deepspeed
+        return not self.fsdp and (self.group.devices > 1 or self.work.always_deepspeed)
+
+    @property
+    def local(self) -> bool:
+        return not self.fsdp and not self.deepspeed
 
     @property
     def stage(self) -> int:
-        """ZeRO stage; 0 in one process."""
+        """ZeRO stage; 0 in one process, and 3 under FSDP, which divides the same states."""
+        if self.fsdp:
+            return 3
         return self.work.zero_stage if self.deepspeed else 0
 
     @property
+    def split(self) -> int:
+        """Processes among which tensor parallelism divides weights before ZeRO does; FSDP divides over all at once."""
+        return 1 if self.fsdp else self.work.tensor_parallel
+
+    @property
     def ranks(self) -> int:
-        """Processes among which ZeRO divides."""
-        return max(1, self.group.devices // self.work.tensor_parallel)
+        """Processes among which ZeRO or FSDP divides."""
+        return max(1, self.group.devices // self.split)
 
     @property
     def width(self) -> int:
@@ -59,7 +76,7 @@ class ModelPlace:
     def parameters(self) -> float:
         """Parameters in one process before ZeRO divides them; tensor parallelism splits all but the vocabulary."""
         outside = max(self.shape.embedding, self.shape.head)
-        return outside + (self.shape.parameters - outside) / self.work.tensor_parallel
+        return outside + (self.shape.parameters - outside) / self.split
 
     @property
     def trained(self) -> float:
@@ -72,7 +89,7 @@ class ModelPlace:
         chosen = lora.target_modules
         every = chosen == ("all-linear",)
         width = sum(size for name, size in self.shape.adapters.items() if every or name in chosen)
-        return lora.lora_rank * width / self.work.tensor_parallel + self.shape.hidden * self.model.scalar
+        return lora.lora_rank * width / self.split + self.shape.hidden * self.model.scalar
 
     @property
     def adapted(self) -> bool:
@@ -80,7 +97,9 @@ class ModelPlace:
 
     @property
     def weights(self) -> float:
-        """Bytes of all weights in one process before ZeRO divides them."""
+        """Bytes of all weights in one process before ZeRO or FSDP divides them; without those that are masters."""
+        if self.fsdp:
+            return self.width * self.parameters if self.adapted or not self.model.trained else 0.0
         added = 0.0
         if self.adapted:  # adapters are fp32 in one process, and of the model's dtype in DeepSpeed
             added = self.trained * (self.width if self.deepspeed else FP32)
@@ -91,7 +110,7 @@ class ModelPlace:
 
     @property
     def is_sharded(self) -> bool:
-        """True if ZeRO-3 divides the weights."""
+        """True if ZeRO-3 or FSDP divides the weights."""
         return self.stage == 3 and not self.work.loading.load_in_4bit
 
     def term(self, kind: str, size: float, *, certain: bool = True) -> Term:
@@ -100,10 +119,13 @@ class ModelPlace:
 
 def weight_terms(place: ModelPlace) -> list[Term]:
     """Return the weights on the device and, under ZeRO-3, those that are gathered for the current layers."""
+    if place.fsdp:
+        head = 0.0 if place.model.trained else place.width * place.shape.head * (1 - 1 / place.ranks)  # is kept whole
+        return [place.term(WEIGHTS, place.weights / place.ranks + head)]
     if not place.is_sharded:
         return [place.term(WEIGHTS, place.weights)]
     head = place.width * place.shape.head  # stays gathered
-    live = place.width * min(place.parameters, max(LIVE_PARAMETERS, place.shape.layer / place.work.tensor_parallel))
+    live = place.width * min(place.parameters, max(LIVE_PARAMETERS, place.shape.layer / place.split))
     secondary = place.weights / place.work.secondary_shards if place.work.secondary_shards > 1 else 0.0
     return [
         place.term(WEIGHTS, place.weights / place.ranks + secondary),
@@ -115,8 +137,8 @@ def optimizer_terms(place: ModelPlace) -> list[Term]:
     """Return fp32 masters and Adam's moments of a trained model, wherever they are."""
     shards = place.ranks if place.stage >= 1 else 1
     masters = FP32 * place.trained / shards
-    is_own_master = place.width == FP32 or (place.adapted and not place.deepspeed)
-    if is_own_master and not place.deepspeed and not place.work.adam_offload:
+    is_own_master = place.local and (place.width == FP32 or place.adapted)
+    if is_own_master and not place.work.adam_offload:
         masters = 0.0
     moments = MOMENT_BYTES * place.trained / shards
     if place.work.muon:  # one momentum for matrices, Adam for the vocabulary
@@ -133,11 +155,34 @@ def gradient_bytes(place: ModelPlace) -> float:
     return (FP32 + (place.width if without_zero else 0)) * place.trained  # DeepSpeed then also keeps the model's own
 
 
+def gathered_terms(place: ModelPlace) -> list[Term]:
+    """Return what FSDP gathers for a pass: embeddings and head for all of it, and some layers at a time."""
+    if not place.fsdp:
+        return []
+    layers = min(GATHERED_LAYERS, place.shape.layers) * layer_part(place)
+    return [place.term(GATHERED, place.width * (outer_parameters(place) + layers), certain=False)]
+
+
 def bucket_terms(place: ModelPlace) -> list[Term]:
-    """Return the buffers in which DeepSpeed reduces gradients."""
+    """Return the buffers in which DeepSpeed or FSDP reduces gradients."""
+    if place.fsdp:  # gradients of a layer, or of embeddings and head, as they are computed and in fp32
+        share = place.trained / place.parameters
+        size = (place.width + FP32) * share * max(layer_part(place), outer_parameters(place))
+        return [place.term(BUCKETS, size, certain=False)]
     if place.stage == 0:
         return []
     return [place.term(BUCKETS, place.width * min(REDUCE_BUCKET, place.trained), certain=False)]
+
+
+def layer_part(place: ModelPlace) -> float:
+    """Return the parameters of a layer that one process computes with; frozen models are not split."""
+    return place.shape.layer / (place.work.tensor_parallel if place.model.trained else 1)
+
+
+def outer_parameters(place: ModelPlace) -> float:
+    """Return the parameters outside of layers: embeddings, and a head that is not tied to them."""
+    shape = place.shape
+    return max(shape.embedding, shape.head, shape.parameters - shape.layers * shape.layer)
 
 
 def resting_terms(place: ModelPlace) -> tuple[list[Term], list[Term]]:
@@ -145,11 +190,15 @@ def resting_terms(place: ModelPlace) -> tuple[list[Term], list[Term]]:
     if not place.model.trained:
         if not place.model.offloaded or place.on_cpu:
             return weight_terms(place), []
-        head = place.width * place.shape.head / (place.ranks if place.is_sharded else 1)
+        whole_head = place.width * place.shape.head
+        head = whole_head / (place.ranks if place.is_sharded else 1)
         weights = place.weights / (place.ranks if place.is_sharded else 1)
-        return [place.term(WEIGHTS, head)], [place.term(OFFLOADED, weights - head)]
+        kept = whole_head if place.fsdp else head
+        return [place.term(WEIGHTS, kept)], [place.term(OFFLOADED, weights - head)]
     optimizer = optimizer_terms(place)
     if not place.work.adam_offload or place.on_cpu:
         return [*weight_terms(place), *optimizer], []
     gradients = place.term(GRADIENTS, gradient_bytes(place))
+    if place.fsdp:  # all shards are in host memory
+        return [], [place.term(OFFLOADED, place.weights / place.ranks), *optimizer, gradients]
     return weight_terms(place), [*optimizer, gradients]

@@ -68,7 +68,7 @@ def check_memory(config: TrainingConfig, machine: Machine | None) -> None:
     plan = plan_run(config, machine)
     if plan is None or plan.fit == "fits":
         return
-    if plan.fit == "cannot fit" and config.sharding.backend != "fsdp":  # counted as ZeRO 3, which needs more
+    if plan.fit == "cannot fit":
         raise ConfigError(f"the run cannot fit: {plan.problem()}", try_this=f"{helpful_flags(plan)}, or {OVERRIDE}")
     if machine.gpu is not None:
         may = "is tight" if plan.fit == "is tight" else "may run out of memory"

@@ -25,6 +25,10 @@ def phase_of(plan, command, machine=None, name="training"):
         ("--zero_stage 2", EIGHT, 2, 12 / 8, 4 / 8),
         ("--zero_stage 3", EIGHT, 2 / 8, 12 / 8, 4 / 8),
         ("--zero_stage 2 --adam_offload", EIGHT, 2, 0, 0),
+        ("--backend fsdp", None, 0, 12, 4),
+        ("--backend fsdp", EIGHT, 0, 12 / 8, 4 / 8),  # the shards are the masters
+        ("--backend fsdp --zero_stage 0 --ds_tensor_parallel_size 2", EIGHT, 0, 12 / 8, 4 / 8),
+        ("--backend fsdp --adam_offload", EIGHT, 0, 0, 0),
         ("", Machine(None), 4, 8, 4),
     ],
 )
@@ -54,6 +58,34 @@ def test_adapters_have_their_own_states_and_the_base_may_have_four_bits(plan, sh
     quantised = sizes(phase_of(plan, f"{SFT} --lora_rank 8 --load_in_4bit").device)
     rest = shape.parameters - shape.linear
     assert quantised["weights"] == pytest.approx(NF4 * shape.linear + 4 * rest + 4 * adapters)
+
+
+def test_fsdp_gathers_embeddings_and_some_layers_for_a_pass_only(plan, shapes):
+    shape = shapes[SMALL, False]
+    whole = plan(f"{SFT} --backend fsdp", EIGHT)
+    outer = shape.parameters - shape.layers * shape.layer
+    assert outer == shape.embedding + shape.hidden  # the head is tied, and the last norm has no layer
+    assert sizes(whole.phase("training").device)["gathered layers"] == pytest.approx(2 * (outer + 3 * shape.layer))
+    assert sizes(whole.phase("training").device)["reduce buckets"] == pytest.approx(6 * outer)
+    assert "gathered layers" not in sizes(whole.phase("saving").device)
+    split = sizes(plan(f"{SFT} --backend fsdp --ds_tensor_parallel_size 2", EIGHT).phase("training").device)
+    assert split["gathered layers"] == pytest.approx(2 * (outer + 3 * shape.layer / 2))
+
+
+def test_fsdp_divides_adapters_frozen_weights_and_frozen_models(plan, shapes):
+    shape = shapes[SMALL, False]
+    adapters = 8 * sum(shape.adapters.values())
+    found = sizes(phase_of(plan, f"{SFT} --backend fsdp --lora_rank 8", EIGHT).device)
+    assert found["weights"] == pytest.approx(2 * shape.parameters / 8)
+    assert found["fp32 masters"] + found["optimizer states"] == pytest.approx(12 * adapters / 8)
+    dpo = f"train_dpo --pretrain {SMALL} --max_len 512 --micro_train_batch_size 1 --backend fsdp"
+    here = [term for term in phase_of(plan, dpo, EIGHT, "saving").device if term.role == "reference"]
+    assert sizes(here) == {"weights": pytest.approx(2 * (shape.parameters / 8 + shape.head * 7 / 8))}
+    moved = plan(f"{dpo} --ref_offload --adam_offload", EIGHT).phase("training")
+    assert sizes(moved.device)["weights"] == pytest.approx(2 * shape.head)
+    host = sizes(moved.host)  # a node holds all shards
+    assert host["offloaded"] == pytest.approx(2 * (shape.parameters - shape.head))
+    assert host["fp32 masters"] + host["optimizer states"] + host["gradients"] == pytest.approx(16 * shape.parameters)
 
 
 def test_only_named_modules_get_adapters(plan, shapes):
@@ -86,9 +118,10 @@ def test_pairs_have_two_rows(plan):
     assert pair == pytest.approx(2 * single)
 
 
-def test_everything_of_70b_is_divided_by_16_devices(plan, shapes):
+@pytest.mark.parametrize(("flags", "each"), [("--zero_stage 3", 14), ("--backend fsdp", 12)])
+def test_everything_of_70b_is_divided_by_16_devices(plan, shapes, flags, each):
     machine = Machine(GPUS["A100-80"], 8, 2)
-    found = plan(f"train_sft --pretrain {LARGE} --max_len 4096 --micro_train_batch_size 1 --zero_stage 3", machine)
+    found = plan(f"train_sft --pretrain {LARGE} --max_len 4096 --micro_train_batch_size 1 {flags}", machine)
     states = sizes(found.phase("saving").device)
-    kept = states["weights"] + states["fp32 masters"] + states["optimizer states"]
-    assert kept == pytest.approx(14 * shapes[LARGE, False].parameters / 16)
+    kept = states.get("weights", 0) + states["fp32 masters"] + states["optimizer states"]
+    assert kept == pytest.approx(each * shapes[LARGE, False].parameters / 16)

@@ -43,6 +43,16 @@ def test_a_run_that_cannot_fit_is_rejected_with_its_largest_terms_and_flags(larg
     assert message.endswith("Try: --adam_offload, or --skip_memory_check to start anyway")
 
 
+def test_fsdp_has_its_own_arithmetic(large, capsys):
+    """One process holds 16 bytes for each of 1.6B parameters: 24 GiB."""
+    check_memory(config_of(large, backend="fsdp"), Machine(GPUS["A100-40"]))
+    assert "cannot fit" not in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"the run cannot fit: training needs .*: model optimizer states ") as caught:
+        check_memory(config_of(large, backend="fsdp"), Machine(GPUS["T4"]))
+    assert "--zero_stage" not in str(caught.value)
+    assert "--load_in_4bit" not in str(caught.value)
+
+
 def test_the_check_can_be_skipped(large, capsys):
     check_memory(config_of(large, skip_memory_check=True), Machine(GPUS["T4"]))
     check_memory(config_of(large), None)  # an unknown machine
