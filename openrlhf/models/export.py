@@ -19,18 +19,24 @@ HEAD_CONFIG = "head_config.json"  # next to the adapters of a reward model
 HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_id")
 
 
-def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for `save_model`: all tensors of the decoder, without duplicates; under LoRA, the trained ones.
-
-    A tensor is valid until the next one is requested. If the network is sharded, every rank must iterate to the end.
-    """
+def raw_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors to save as they are in memory: all of the decoder, without duplicates, or the trained ones."""
     adapted = network.model is not network.decoder
     seen: set[int] = set()
     for name, tensor in network.model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen and (tensor.requires_grad or not adapted):
             seen.add(id(tensor))
-            with gather([tensor]) as unshard:
-                yield name, unshard(tensor)
+            yield name, tensor
+
+
+def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights for `save_model`: all tensors of the decoder, without duplicates; under LoRA, the trained ones.
+
+    A tensor is valid until the next one is requested. If the network is sharded, every rank must iterate to the end.
+    """
+    for name, tensor in raw_tensors(network):
+        with gather([tensor]) as unshard:
+            yield name, unshard(tensor)
 
 
 def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -237,8 +237,10 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
     if phase == SAVING:
         found.append(max((saving_term(place) for place in here.trained), key=lambda term: term.size))
     each = list(terms.times(found, per_node))
-    if here.work.moving_average and here.models[0].model.role == "policy":  # in the first process only
-        each.append(here.models[0].term(terms.AVERAGE, FP32 * here.models[0].trained))
+    if here.work.moving_average and here.models[0].model.role == "policy":
+        policy = here.models[0]  # each process averages its shard; without shards, the first one averages everything
+        share = per_node / policy.ranks if policy.is_sharded and policy.split == 1 else 1.0
+        each.append(policy.term(terms.AVERAGE, share * FP32 * policy.trained))
     return tuple(term for term in each if term.size > 0)
 
 

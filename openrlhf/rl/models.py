@@ -19,18 +19,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from openrlhf.models.export import save_model
 from openrlhf.models.forward import LogProbs, Values
 from openrlhf.rl.reward_models import RewardModel
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.rollout.engine import Weights
 from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
 from openrlhf.training.base_reference import BaseReference
+from openrlhf.training.moving_average import MovingAverage
 from openrlhf.training.optim import between_steps
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
 
-EMA_FILE = "ema.safetensors"
 SCHEDULE_FILE = "schedule.safetensors"
 NOT_HELD = "this process does not have the requested model"
 
@@ -86,7 +85,7 @@ class Models:
     reward_models: Sequence[RewardModel] = ()
     temperature: float = 1.0  # sampling temperature, at which log-probs are computed
     sleeps: bool = False  # trained models are offloaded while idle, and at most one of them is on the device
-    ema: dict[str, Tensor] = field(default_factory=dict)  # moving average of the policy, in process 0 only
+    average: MovingAverage | None = field(default=None, init=False)  # of the policy
     began: dict[str, float] = field(default_factory=dict)  # progress at a model's first step, which freezing delays
     awake: TrainBackend | None = None  # if models sleep, the model on the device
 
@@ -95,8 +94,7 @@ class Models:
         named: dict[str, Trained | None] = {"_actor": self.policy, "_critic": self.critic}
         self.trained = {name: model for name, model in named.items() if model is not None}
         if self.policy is not None and self.policy.ema_beta:
-            backend = self.policy.backend  # every process takes part in gathering the weights
-            self.ema = {name: in_host_memory(tensor) for name, tensor in backend.exported() if backend.process == 0}
+            self.average = MovingAverage(self.policy.backend, self.policy.ema_beta)
         if self.sleeps:
             for trained in self.trained.values():
                 trained.backend.sleep()
@@ -146,11 +144,8 @@ class Models:
         policy.backend.has_signal = any(objective.has_signal(batch) for batch in micro_batches)
         result = policy.backend.forward_backward(micro_batches, objective)
         values = values_of(result.metrics) | self._update("actor", policy, progress)
-        if policy.ema_beta:  # update the moving average
-            with torch.no_grad():
-                for name, tensor in policy.backend.exported():
-                    if policy.backend.process == 0:
-                        self.ema[name].lerp_(in_host_memory(tensor), 1.0 - policy.ema_beta)
+        if self.average is not None:
+            self.average.update()
         return values
 
     def train_critic(self, micro_batches: Sequence[PolicyBatch], progress: float) -> dict[str, float]:
@@ -204,8 +199,8 @@ class Models:
             if backend.process == 0:
                 began = {"began": torch.tensor(self.began[name], dtype=torch.float64)} if name in self.began else {}
                 save_file(began, folder / name / SCHEDULE_FILE)
-        if self.ema:
-            save_file({name: tensor.contiguous() for name, tensor in self.ema.items()}, folder / EMA_FILE)
+        if self.average is not None:
+            self.average.save(folder)
         self.rest()
 
     def load(self, folder: Path) -> None:
@@ -215,26 +210,19 @@ class Models:
             saved = load_file(folder / name / SCHEDULE_FILE)
             if "began" in saved:
                 self.began[name] = float(saved["began"])
-        if self.ema:
-            self.ema = load_file(folder / EMA_FILE)
+        if self.average is not None:
+            self.average.load(folder)
 
     def export(self, folder: Path) -> None:
         """Write the policy, or its moving average with --enable_ema, as a model folder for Transformers."""
-        policy = self._use(self.policy)
-        backend = policy.backend
-        if not policy.ema_beta:
+        backend = self._use(self.policy).backend
+        if self.average is None:
             backend.export(folder)
-        elif backend.process == 0:
-            dtype = backend.network.dtype
-            save_model(backend.network, folder, {name: tensor.to(dtype) for name, tensor in self.ema.items()})
+        else:
+            self.average.export(folder)
         self.rest()
 
     def export_critic(self, folder: Path) -> None:
         """Write the critic as a model folder for Transformers."""
         self._use(self.critic).backend.export(folder)
         self.rest()
-
-
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU in fp32; bf16 is too coarse for the small changes of a moving average."""
-    return tensor.detach().to("cpu", torch.float32, copy=True)

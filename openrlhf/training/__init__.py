@@ -10,6 +10,7 @@
       distributed, ring_groups     several processes: collective operations, rings
       deepspeed*                   ZeRO, tensor parallelism
       fsdp*, tensor_parallel       PyTorch's FSDP2, and matrices divided by the plan of a model
+      moving_average               an average of the weights, on their shards
       audit, host_memory           for all: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL
       folder_lock                  locks that allow one run per folder

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.atomic_folder import Ranks
+from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.host_memory import HostMemory, OffloadedWeights
 from openrlhf.training.utilization import UtilizationMeter
 from openrlhf.types import Batch, RolloutBatch
@@ -80,6 +81,15 @@ class StepLosses:
 
     losses: Tensor  # [micro-batches]: contributions of this rank to the step's loss
     metrics: Metrics  # sums over all ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of an exported tensor that this process holds."""
+
+    name: str
+    values: Tensor
+    block: Block  # where it belongs
 
 
 class Frozen:
@@ -244,6 +254,25 @@ class TrainBackend(Frozen, Ranks, ABC):
         """
         return saved_tensors(self.network)
 
+    def parts(self) -> Iterator[Part]:
+        """Yield the exported tensors, or the shards of them, of which this process keeps a moving average.
+
+        Without shards, process 0 has all of them. Collective, like `weights`.
+        """
+        for name, tensor in self.exported():
+            if self.process == 0:
+                yield Part(name, tensor, Block.whole(tensor.shape))
+
+    @property
+    def num_part_holders(self) -> int:
+        """How many processes, counted from the first, have `parts`."""
+        return 1
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors in the network's precision, given values for the `parts`. Collective, like `weights`."""
+        for name, tensor in parts.items():
+            yield name, tensor.to(self.network.dtype)
+
     def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint, all ranks together: fp32 weights and two moments per trained parameter."""
         trained = (parameter for parameter in self.network.parameters() if parameter.requires_grad)
@@ -261,9 +290,9 @@ class TrainBackend(Frozen, Ranks, ABC):
         """Return the number of optimizer steps so far, as counted by the optimizer; None if it does not count."""
         return None
 
-    def export(self, folder: Path) -> None:
-        """Write a model folder for Transformers or, for adapters, for PEFT."""
-        save_model(self.network, folder)
+    def export(self, folder: Path, tensors: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Write a model folder for Transformers or, for adapters, for PEFT, with other `tensors` than `exported`."""
+        save_model(self.network, folder, None if tensors is None else dict(tensors))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum over data-parallel ranks; the result is on the device of `values`."""

@@ -9,7 +9,7 @@ in an engine and gathers its shards, and `processes` starts torch.distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,13 +24,13 @@ from torch import distributed as dist
 
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
-from openrlhf.models.export import saved_tensors
+from openrlhf.models.export import raw_tensors, saved_tensors
 from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen
+from openrlhf.training.backend import Frozen, Part
 from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
 from openrlhf.training.distributed import DistributedBackend, largest
@@ -161,6 +161,29 @@ class DeepSpeedBackend(DistributedBackend):
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
         return saved_tensors(self.network, shards.gather)
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether each process has shards of all tensors; AutoTP divides them in ways of its own before ZeRO does."""
+        return self.sharding.zero_stage == 3 and self.sharding.ds_tensor_parallel_size == 1
+
+    def parts(self) -> Iterator[Part]:
+        if not self.holds_parts:
+            yield from super().parts()
+            return
+        for name, tensor in raw_tensors(self.network):
+            yield Part(name, *shards.flat_part(tensor))
+
+    @property
+    def num_part_holders(self) -> int:
+        return self.num_processes if self.holds_parts else 1
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if not self.holds_parts:
+            yield from super().joined(parts)
+            return
+        for name, tensor in raw_tensors(self.network):
+            yield name, shards.join_flat_parts(tensor, parts[name].to(self.device, self.network.dtype))
 
     def save(self, folder: Path) -> None:
         mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}

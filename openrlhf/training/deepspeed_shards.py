@@ -7,6 +7,7 @@ device memory while rollout engines use the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -16,11 +17,13 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.forward import Network
 from openrlhf.training.backend import Run
 from openrlhf.training.deepspeed_config import Section
+from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.tensor_module import TensorModule
 
@@ -84,6 +87,27 @@ def master_shard(parameter: ZeroParameter) -> Tensor | None:
     if hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2, and bf16 without ZeRO
         return None if parameter._hp_mapping is None else parameter._hp_mapping.get_hp_fragment()
     return parameter if parameter.dtype == torch.float32 else None
+
+
+def flat_part(tensor: ZeroParameter) -> tuple[Tensor, Block]:
+    """Return this rank's part of a flattened tensor that ZeRO-3 has divided, or all of another tensor."""
+    if not hasattr(tensor, "ds_tensor"):
+        return tensor.detach(), Block.whole(tensor.shape)
+    group = tensor.ds_process_group
+    block = Block.whole((tensor.ds_numel,)).divided(0, dist.get_rank(group), dist.get_world_size(group))
+    return tensor.ds_tensor.detach().flatten()[: block.size[0]], block
+
+
+def join_flat_parts(tensor: ZeroParameter, part: Tensor) -> Tensor:
+    """Return a whole tensor like the given one; each rank passes values for its `flat_part`."""
+    if not hasattr(tensor, "ds_tensor"):
+        return part
+    group = tensor.ds_process_group
+    padded = part.new_zeros(math.ceil(tensor.ds_numel / dist.get_world_size(group)))
+    padded[: len(part)] = part
+    whole = part.new_empty(len(padded) * dist.get_world_size(group))
+    dist.all_gather_into_tensor(whole, padded, group=group)
+    return whole[: tensor.ds_numel].view(tensor.ds_shape)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ process constructs the backend and makes the same calls in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,9 +33,9 @@ class DistributedBackend(TrainBackend):
     def most_rounds(self, count: int) -> int:
         return int(largest(count, self.device))
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, tensors: Iterator[tuple[str, Tensor]] | None = None) -> None:
         weights = {}
-        for name, tensor in self.exported():
+        for name, tensor in self.exported() if tensors is None else tensors:
             if self.process == 0:
                 weights[name] = tensor.to("cpu", copy=True)
         try:

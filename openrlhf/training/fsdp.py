@@ -8,20 +8,21 @@ them so that any number of processes can resume.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
-from openrlhf.models.export import saved_tensors
+from openrlhf.models.export import raw_tensors, saved_tensors
 from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import fsdp_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen
+from openrlhf.training.backend import Frozen, Part
 from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.fsdp_checkpoint import Block, load_shards, save_shards
@@ -30,6 +31,8 @@ from openrlhf.training.local import MasterBackend
 from openrlhf.training.optim import LossScale
 from openrlhf.training.ring_groups import share_rows
 from openrlhf.training.tensor_parallel import TensorParallel, data_ranks
+
+FOLDER = "fsdp"  # inside a checkpoint
 
 
 class FsdpFrozen(Frozen):
@@ -93,13 +96,28 @@ class FsdpBackend(DistributedBackend, MasterBackend):
     def exported(self) -> Iterator[tuple[str, Tensor]]:
         return saved_tensors(self.network, shards.gather_each(self.network.dtype, self.device))
 
+    def parts(self) -> Iterator[Part]:
+        for name, tensor in raw_tensors(self.network):
+            yield Part(name, shards.local_shard(tensor), shards.block_of(tensor))
+
+    @property
+    def num_part_holders(self) -> int:
+        return self.num_processes
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in raw_tensors(self.network):
+            part = parts[name].to(self.device, self.network.dtype)
+            yield name, shards.gather_whole(tensor, part) if isinstance(tensor, DTensor) else part
+
     def save(self, folder: Path) -> None:
         self.shard_optimizer.link()
-        save_shards(folder, self.state(), self.blocks(), process=self.process, num_processes=self.num_processes)
+        save_shards(
+            folder / FOLDER, self.state(), self.blocks(), process=self.process, num_processes=self.num_processes
+        )
 
     def load(self, folder: Path) -> None:
         self.shard_optimizer.link()
-        self.restore(folder, lambda: load_shards(folder, self.blocks()))
+        self.restore(folder, lambda: load_shards(folder / FOLDER, self.blocks()))
 
     def blocks(self) -> dict[str, Block]:
         """Return the part of each trained parameter that this process holds."""

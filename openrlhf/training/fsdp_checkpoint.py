@@ -27,7 +27,6 @@ from torch import Tensor
 
 from openrlhf.errors import BackendError
 
-FOLDER = "fsdp"  # inside a checkpoint
 INDEX = "shards.json"
 STARTS = "starts"  # metadata of a file: where the block of each parameter starts
 
@@ -49,6 +48,10 @@ class Block:
         ranges[dimension] = chunk_of(ranges[dimension], part, parts)
         return replace(self, ranges=tuple(ranges))
 
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return this part of a whole tensor, which may have another shape if the block is one of a flat tensor."""
+        return tensor.reshape(self.shape)[tuple(slice(one.start, one.stop) for one in self.ranges)]
+
     @property
     def size(self) -> list[int]:
         return [len(one) for one in self.ranges]
@@ -64,24 +67,22 @@ def save_shards(
     folder: Path, tensors: Mapping[str, Tensor], blocks: Mapping[str, Block], *, process: int, num_processes: int
 ) -> None:
     """Write this process's shards, named `slot/parameter`; `blocks` are its parts of the parameters."""
-    target = folder / FOLDER
-    target.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     starts = {name: [one.start for one in block.ranges] for name, block in blocks.items()}
-    save_file(dict(tensors), _file(target, process), metadata={STARTS: json.dumps(starts)})
+    save_file(dict(tensors), _file(folder, process), metadata={STARTS: json.dumps(starts)})
     if process == 0:
         index = {"processes": num_processes, "shapes": {name: block.shape for name, block in blocks.items()}}
-        (target / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
 def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
     """Read these blocks of the parameters from a checkpoint that any number of processes wrote."""
-    source = folder / FOLDER
-    if not source.is_dir():
+    if not folder.is_dir():
         raise BackendError(
-            f"{folder} has no {FOLDER} folder, so FSDP cannot resume from it",
+            f"{folder.parent} has no {folder.name} folder to resume from",
             try_this="the --backend of the run that wrote it",
         )
-    index = json.loads((source / INDEX).read_text(encoding="utf-8"))
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     saved: dict[str, list[int]] = index["shapes"]
     for name in sorted(saved.keys() | blocks.keys()):
         expected = list(blocks[name].shape) if name in blocks else "nothing"
@@ -90,7 +91,7 @@ def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
             raise BackendError(f"{folder}: {name} should have the shape {expected}, got {found}")
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(_file(source, one), "pt")) for one in range(index["processes"])]
+        opened = [stack.enter_context(safe_open(_file(folder, one), "pt")) for one in range(index["processes"])]
         starts = [json.loads(file.metadata()[STARTS]) for file in opened]
         for key in sorted(opened[0].keys()):
             _, _, name = key.partition("/")

@@ -35,6 +35,18 @@ def test_without_sleep_everything_is_on_the_device(plan):
     assert "asleep" not in sizes(found.phase("generation").host)
 
 
+@pytest.mark.parametrize(
+    ("flags", "averages"), [("--zero_stage 2", 1), ("--zero_stage 3", 1 / 2), ("--backend fsdp", 1 / 2)]
+)
+def test_shards_are_averaged_where_they_are(plan, shapes, flags, averages):
+    """16 devices on two nodes: a node averages its half, or everything if the first process does it."""
+    policy = "--actor_num_nodes 2 --actor_num_gpus_per_node 8 --enable_ema --advantage_estimator reinforce"
+    command = f"train_ppo_ray --runtime ray --pretrain {SMALL} --vllm_num_engines 2 --init_kl_coef 0 {policy} {flags}"
+    found = plan(command, Machine(GPUS["H100"], 8, 3))
+    count = shapes[SMALL, False].parameters
+    assert sizes(found.groups[0].phases[0].host)["moving average"] == pytest.approx(4 * count * averages)
+
+
 def test_roles_and_engines_with_devices_of_their_own_are_groups(plan):
     found = plan(f"{RAY} --pretrain {SMALL} --vllm_num_engines 2", Machine(GPUS["H100"], 8))
     assert [group.name for group in found.groups] == ["policy", "reference", "critic", "engines"]

@@ -28,6 +28,7 @@ from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, N
 from openrlhf.rl.reward_models import ProcessRewardModel
 from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, Run, StepTotals, TrainBackend
+from openrlhf.training.moving_average import MovingAverage
 from openrlhf.types import Batch
 
 # An eps above rounding: otherwise a gradient of zero, up to rounding, would move a weight by its sign.
@@ -106,6 +107,24 @@ def train(
         measured.append([mean.total.item(), mean.count.item()])
         norms.append(backend.optim_step(SCALES[number]))
     return {"losses": losses, "norms": norms, "metrics": measured}
+
+
+def train_average(
+    backend: TrainBackend, steps: Sequence[Sequence[Batch]], *, write: Path | None = None, resume: Path | None = None
+) -> MovingAverage:
+    """Train and average the weights after each step; save after the first one, or resume what was saved then."""
+    average = MovingAverage(backend, 0.75)
+    if resume is not None:
+        backend.load(resume)
+        average.load(resume)
+    for number, batches in enumerate(steps, start=0 if resume is None else 1):
+        train(backend, [batches], first=number)
+        average.update()
+        if write is not None and number == 0:
+            write.mkdir(exist_ok=True)
+            backend.save(write)
+            average.save(write)
+    return average
 
 
 def judged_rows(rank: int) -> list[NDArray[np.int32]]:

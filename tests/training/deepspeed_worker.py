@@ -39,6 +39,7 @@ from tests.training.deepspeed_cases import (
     step_batches,
     step_scorer,
     train,
+    train_average,
 )
 
 CPU = torch.device("cpu")
@@ -255,6 +256,19 @@ class Worker:
         train(backend, [step_batches(step, packed=False) for step in range(3)])
         return seen_by(backend.audit)
 
+    def averages(self) -> dict[str, Any]:
+        """Average the weights, with shards and without, and resume an average of shards; return what is held here."""
+        held = {}
+        for stage in (2, 3):
+            steps = [self.mine(step) for step in range(3)]
+            written = self.folder / f"checkpoint-average-zero{stage}"
+            average = train_average(self.build(ShardingFlags(zero_stage=stage)), steps, write=written)
+            average.export(self.folder / f"average-zero{stage}")
+            held[f"zero{stage}"] = sum(tensor.numel() for tensor in average.tensors.values())
+            average = train_average(self.build(ShardingFlags(zero_stage=stage)), steps[1:], resume=written)
+            average.export(self.folder / f"average-zero{stage}-resumed")
+        return held
+
     def tensor_parallel_resume(self) -> dict[str, Any]:
         sharding, written = (
             ShardingFlags(zero_stage=2, ds_tensor_parallel_size=2),
@@ -298,6 +312,7 @@ def main() -> None:
         "audits": worker.audits,
         "sharded": worker.sharded,
         "frozen": worker.frozen,
+        "averages": worker.averages,
         "tensor_parallel": worker.tensor_parallel,
         "tensor_parallel_audit": worker.tensor_parallel_audit,
         "tensor_parallel_resume": worker.tensor_parallel_resume,

@@ -12,7 +12,7 @@ from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.fsdp import FsdpBackend
 from openrlhf.training.fsdp_shards import local_shard
 from openrlhf.types import Batch
-from tests.training.deepspeed_cases import RATE, SETTINGS, of_rank, step_batches, train
+from tests.training.deepspeed_cases import RATE, SETTINGS, of_rank, step_batches, train, train_average
 
 if TYPE_CHECKING:
     from tests.training.fsdp_worker import Worker
@@ -85,3 +85,15 @@ def resume_cases(worker: Worker) -> dict[str, Any]:
         results[name] = train(backend, [rows_of(worker, size, step, **kwargs) for step in (1, 2)], first=1)
         worker.keep_weights(backend, f"split-resumed-{name}")
     return results
+
+
+def average_cases(worker: Worker) -> int:
+    """Average the weights: four processes divide matrices and save, two resume; return the numbers held here."""
+    written = worker.folder / "checkpoint-average"
+    if worker.ranks == 4:
+        steps = [rows_of(worker, 2, step) for step in range(3)]
+        average = train_average(worker.build("llama", split(2)), steps, write=written)
+    else:
+        average = train_average(worker.build(), [worker.mine(step) for step in (1, 2)], resume=written)
+    average.export(worker.folder / f"average-{worker.ranks}")
+    return sum(tensor.numel() for tensor in average.tensors.values())

@@ -32,6 +32,7 @@ from tests.training.deepspeed_cases import (
     step_batches,
     step_scorer,
     train,
+    train_average,
 )
 from tests.warm import warm_python
 
@@ -228,6 +229,21 @@ def test_tensor_parallel_ranks_train_like_one_process(
     for rank in ranks:
         assert_same_training([rank["tensor_parallel"][name]], expected)
     assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_moving_average_is_that_of_one_process(stage: int, folder: Path, ranks: list[dict[str, Any]]) -> None:
+    alone = LocalBackend(load_network(folder / "llama"), SETTINGS, CPU, learning_rate=RATE)
+    expected = train_average(alone, [step_batches(step, packed=False) for step in range(3)]).tensors
+    for name in (f"average-zero{stage}", f"average-zero{stage}-resumed"):
+        found = load_file(folder / name / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert_close(found[key], tensor, rtol=0.0, atol=1e-5)
+    whole = sum(tensor.numel() for tensor in expected.values())
+    held = [rank["averages"][f"zero{stage}"] for rank in ranks]
+    assert sum(held) == whole
+    assert min(held) == (0 if stage == 2 else pytest.approx(whole / 2, rel=0.01))
 
 
 def test_tensor_parallel_training_resumes(ranks: list[dict[str, Any]], local: Local) -> None:

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from openrlhf.models.forward import LogProbs
-from openrlhf.training.fsdp_checkpoint import FOLDER, Block
+from openrlhf.training.fsdp import FOLDER
+from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
@@ -29,6 +30,7 @@ from tests.training.deepspeed_cases import (
     step_batches,
     step_scorer,
     train,
+    train_average,
 )
 from tests.training.fsdp_tensor_parallel import CASES
 
@@ -264,6 +266,19 @@ def test_a_checkpoint_is_resumed_with_another_division(
     shares = found if name == "full-whole" else found[:1]
     assert_same_training(shares, {key: values[1:] for key, values in expected.items()})
     assert_same_weights(folder / f"split-resumed-{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_each_rank_averages_its_shard(ranks: int, folder: Path, results: dict[int, Any]) -> None:
+    """The average of four ranks, and the one that two ranks resume, are that of one process."""
+    alone = LocalBackend(load_network(folder / "llama"), SETTINGS, CPU, learning_rate=RATE)
+    expected = train_average(alone, [step_batches(step, packed=False) for step in range(3)]).tensors
+    found = load_file(folder / f"average-{ranks}" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(found[name], tensor, rtol=0.0, atol=1e-5)
+    whole = sum(tensor.numel() for tensor in expected.values())
+    assert max(rank["average"] for rank in results[ranks]) < 1.1 * whole / ranks
 
 
 def test_checkpoints_contain_no_pickles(folder: Path) -> None:
