@@ -71,7 +71,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--transport", choices=["ipc", "nccl", "tcp"], default="ipc" if on_gpu else "tcp")
     parser.add_argument("--parameters", type=int, default=1_500_000_000 if on_gpu else 50_000_000)
-    parser.add_argument("--bucket_mib", type=int, nargs="+", default=[128, 256, 512, 1024] if on_gpu else [16, 64])
+    parser.add_argument("--bucket_mib", type=int, nargs="+", default=[64, 128, 256] if on_gpu else [16, 64])
     parser.add_argument("--repeats", type=int, default=4)
     args = parser.parse_args()
     here = torch.device("cuda:0" if on_gpu else "cpu")

@@ -29,7 +29,7 @@ Shapes = Mapping[tuple[str, bool], ModelShape]  # by name and whether the head i
 CONTEXT_BYTES = 0.6 * GIB  # of a process on a GPU: CUDA, cuBLAS
 NCCL_BYTES = 0.7 * GIB  # buffers of a process that communicates with others
 RESERVE_SHARE = 0.15  # of passing tensors: memory that PyTorch's allocator holds in pieces too small to use
-SYNC_BUCKET = 256 * 1024**2  # rollout/channel.py
+MIN_SYNC_BUCKET, MAX_SYNC_BUCKET, BUCKETS_PER_MODEL = 1 << 28, 1 << 30, 16  # rollout/bucket.py
 HOST_PROCESS = 4 * GIB  # of host memory: Python, PyTorch and CUDA in one process
 LOADED_FILE = 5 * GIB  # part of a checkpoint that each process reads at a time under ZeRO-3
 TIGHT = 0.92  # share of the memory above which a run is tight
@@ -204,7 +204,9 @@ def in_training(here: GroupPlaces) -> list[Term]:
 def in_sync(here: GroupPlaces) -> list[Term]:
     policy = here.models[0]
     shares = here.engine is not None and not here.engine.engine.own_weights
-    buffers = 0.0 if shares else 2 * SYNC_BUCKET + policy.width * policy.shape.largest
+    model = policy.width * policy.shape.parameters
+    bucket = min(MAX_SYNC_BUCKET, max(MIN_SYNC_BUCKET, model / BUCKETS_PER_MODEL))
+    buffers = 0.0 if shares else 2 * bucket + policy.width * policy.shape.largest
     sent = [Term("policy", terms.SYNC, buffers), *gathered_terms(policy)]
     return [*awake(here, policy), *sent, *engine_terms(here, awake=False, weights=True)]
 

@@ -10,7 +10,7 @@ The sender fills a `Bucket`; the receiver calls `unpack` with the header and the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from math import prod
 
@@ -20,6 +20,10 @@ from torch import Tensor
 from openrlhf.rollout.ipc import SharedMemory
 
 ALIGNMENT = 16  # bytes; enough for vectorised copies
+# Bytes of a bucket: large ones for large models, because the sender has work for each bucket and receiver.
+MIN_BUCKET, USUAL_BUCKET, MAX_BUCKET = 1 << 26, 1 << 28, 1 << 30
+BUCKETS_PER_MODEL = 16  # at least, so that filling buckets and sending them overlap
+MEMORY_SHARE = 8  # a bucket takes at most this part of the free memory; the sender has two
 
 
 @dataclass(frozen=True)
@@ -87,3 +91,20 @@ def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         dtype: torch.dtype = vars(torch)[entry.dtype]
         size = prod(entry.shape) * dtype.itemsize
         yield entry.name, buffer[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
+
+
+def bucket_size(limit: int, model_bytes: int, rooms: Collection[int]) -> int:
+    """Return the bytes of a bucket for a model, 0 if its size is not known yet.
+
+    `rooms` are the free bytes of each GPU that has to hold a bucket. A tensor that is larger than a bucket is sent
+    alone (`Bucket.add`).
+    """
+    wanted = min(MAX_BUCKET, max(USUAL_BUCKET, model_bytes // BUCKETS_PER_MODEL))
+    room = max(MIN_BUCKET, min(rooms) // MEMORY_SHARE) if rooms else wanted
+    return min(limit, wanted, room)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that PyTorch can still allocate on a GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

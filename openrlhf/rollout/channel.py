@@ -6,15 +6,20 @@ the same time. Each receiver has one authenticated connection (link.py) to the s
     sender                                                                    each receiver i
     open the channel: listen on `host`                                    <-  connect, joined i
     fill a bucket, header 0                      ->                           allocate a buffer of that size
-    its bytes (tcp: on the link; nccl: broadcast; ipc: shared memory)     ->  load the tensors
-    fill the other bucket meanwhile              <-                           ok
+    its bytes (tcp: on the link; nccl: broadcast; ipc: shared memory)     ->  load the tensors (ipc: then ok)
+    fill the other bucket meanwhile
     ...
     header n with `end`                          ->                           ok
 
-A receiver acknowledges a bucket once its tensors have been used, so two buckets alternate: one is filled while the
-other is read. Messages are JSON and never pickles, so a channel cannot make a process run code, and only processes that
-got the channel's secret from the sender can join it. Every wait has a timeout, and its error names the
-side that did not respond. NCCL gets a separate process group, because torch's default one belongs to vLLM or DeepSpeed.
+Two buckets alternate: one is filled while the other is sent. A bucket is free again once its bytes have left it, which
+the sender sees by itself: the sockets took them, or the broadcast is complete. So a receiver answers once per version,
+and the sender's work per bucket does not grow with answers. Only a receiver that reads the sender's own memory (ipc)
+also acknowledges each bucket; such a channel has a few receivers, on one GPU. A receiver that fails closes its
+connection or reports its error on it, and the sender looks for that during every wait.
+
+Messages are JSON and never pickles, so a channel cannot make a process run code, and only processes that got the
+channel's secret from the sender can join it. Every wait has a timeout, and its error names the side that did not
+respond. NCCL gets a separate process group, because torch's default one belongs to vLLM or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,18 +28,20 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from torch import distributed as dist
 
 from openrlhf.errors import RolloutError
+from openrlhf.rollout.bucket import MAX_BUCKET, free_memory
 from openrlhf.rollout.link import Link, connect
 
 Transport = Literal["tcp", "nccl", "ipc"]
 
-OK = "ok"  # a receiver's acknowledgement; any other answer describes an error
+OK = "ok"  # a receiver's answer; any other describes an error
 CALL_OFF_SECONDS = 3.0  # timeout for notifying the sender that a receiver will not join
 
 
@@ -45,7 +52,7 @@ class Channel:
     host: str  # an address of the sender's machine that the receivers can reach; the sender listens only there
     transport: Transport
     receivers: int  # number of processes, which are numbered from 0
-    bucket_bytes: int = 1 << 28
+    bucket_bytes: int = MAX_BUCKET  # at most; see `bucket_size`
     timeout: float = 120.0  # seconds
     patience: float = 24 * 3600.0  # seconds to wait for the next version: the trainer may be in a long step
     port: int = 0
@@ -54,8 +61,14 @@ class Channel:
     def join(self, number: int) -> Link:
         """Connect to the sender as receiver `number`."""
         link = connect(self.host, self.port, self.secret, self.timeout)
-        link.send(Join(number).encode(), self.timeout)
+        room = free_memory(self.receiving_device) if self.transport == "nccl" else None
+        link.send(Join(number, room).encode(), self.timeout)
         return link
+
+    @property
+    def receiving_device(self) -> torch.device:
+        """Device of a receiver's buffer, in the process of the receiver."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.transport == "nccl" else torch.device("cpu")
 
     def call_off(self) -> None:
         """Notify the sender, from any process, that a receiver will not join; do nothing if the sender has exited."""
@@ -86,9 +99,10 @@ class Join:
     """First message on a connection."""
 
     number: int | None  # number of the receiver, or None to call the channel off
+    room: int | None = None  # free bytes on the receiver's device, if it needs a buffer there
 
     def encode(self) -> bytes:
-        return json.dumps({"number": self.number}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Join:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from openrlhf.errors import RolloutError
 
 HANDSHAKE_SECONDS = 10.0  # time limit for a client to prove that it knows the secret
-MAX_HANDSHAKES = 64  # concurrent handshakes; a further connection closes the oldest of them
+MAX_HANDSHAKES = 64  # concurrent handshakes besides those expected; a further connection closes the oldest of them
 MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
 ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed
 NONCE = 32  # bytes
@@ -121,10 +121,11 @@ class LinkServer:
     """A socket on one address that passes each authenticated connection to `accepted`, in a separate thread.
 
     Clients that do not prove in time that they know the secret are disconnected. They cannot keep others out: a client
-    that knows the secret proves it long before MAX_HANDSHAKES newer connections arrive.
+    that knows the secret proves it long before MAX_HANDSHAKES newer connections of others arrive. `clients` of those
+    that know it may connect at the same time.
     """
 
-    def __init__(self, host: str, secret: bytes, accepted: Callable[[Link], None]) -> None:
+    def __init__(self, host: str, secret: bytes, accepted: Callable[[Link], None], clients: int = 1) -> None:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         try:
             self.socket = socket.create_server(address[:2], family=family, backlog=1024)
@@ -137,6 +138,7 @@ class LinkServer:
         self.port: int = self.socket.getsockname()[1]
         self.secret = secret
         self.accepted = accepted
+        self.max_handshakes = MAX_HANDSHAKES + clients
         self.closed = False
         self.lock = threading.Lock()
         self.unproven: dict[socket.socket, None] = {}  # connections in their handshake, oldest first
@@ -150,7 +152,7 @@ class LinkServer:
                 time.sleep(ACCEPT_PAUSE)
                 continue
             with self.lock:
-                if len(self.unproven) == MAX_HANDSHAKES:
+                if len(self.unproven) == self.max_handshakes:
                     oldest = next(iter(self.unproven))
                     del self.unproven[oldest]
                     with suppress(OSError):

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from openrlhf.errors import RolloutError
-from openrlhf.rollout.bucket import Header, unpack
+from openrlhf.rollout.bucket import MIN_BUCKET, Header, unpack
 from openrlhf.rollout.channel import OK, Channel, Rendezvous, blame
 from openrlhf.rollout.ipc import open_memory
+
+STOPPED = "stopped before it had loaded all weights"  # answer of a receiver that fails
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,17 @@ class WeightReceiver:
                 with blame(f"lost the connection to {self.sender}"):
                     self.link.send(OK.encode(), self.channel.timeout)
                 return header.failure
-            answer = "stopped before it had loaded all weights"
+            shared, answer = header.shared, STOPPED
             try:
-                shared = header.shared
                 buffer = self._receive_bytes(header.used) if shared is None else open_memory(shared)  # [bytes]
                 yield from unpack(header, buffer)
-                if buffer.is_cuda:  # copies out of the buffer must be complete before they are acknowledged
+                if buffer.is_cuda:  # copies out of the buffer must be complete before it is used again
                     torch.cuda.current_stream().synchronize()
                 answer = OK
             finally:
-                with suppress(OSError):  # a sender that has exited needs no answer
-                    self.link.send(answer.encode(), self.channel.timeout)
+                if shared is not None or answer is not OK:  # the sender waits until its own memory is no longer read
+                    with suppress(OSError):  # a sender that has exited needs no answer
+                        self.link.send(answer.encode(), self.channel.timeout)
             number += 1
 
     def _receive_header(self, version: int, number: int) -> Header:
@@ -116,8 +118,8 @@ class WeightReceiver:
     def _receive_bytes(self, size: int) -> Tensor:
         """Receive the bytes of a bucket into the buffer, which grows if necessary; return them [size]."""
         if self.buffer is None or self.buffer.numel() < size:
-            device = torch.device("cuda", torch.cuda.current_device()) if self.channel.transport == "nccl" else None
-            self.buffer = torch.empty(max(size, self.channel.bucket_bytes), dtype=torch.uint8, device=device)
+            rounded = -(-size // MIN_BUCKET) * MIN_BUCKET  # so that a slightly larger bucket fits, too
+            self.buffer = torch.empty(rounded, dtype=torch.uint8, device=self.channel.receiving_device)
         received = self.buffer[:size]
         with blame(f"{self.sender} stopped in the middle of a bucket"):
             if self.channel.transport == "tcp":

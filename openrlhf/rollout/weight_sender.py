@@ -11,24 +11,28 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from openrlhf.errors import BackendError, RolloutError
-from openrlhf.rollout.bucket import Bucket, Header
+from openrlhf.rollout.bucket import Bucket, Header, bucket_size, free_memory
 from openrlhf.rollout.channel import OK, Channel, Join, Rendezvous, blame
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, share_memory
 from openrlhf.rollout.link import Link, LinkServer
 from openrlhf.rollout.sync_proof import RecordedWeights
 
-CALL_OFF_INTERVAL = 1.0  # seconds between checks of whether the channel was called off
+POLL_SECONDS = 0.001  # between checks of whether a bucket has been sent; an answer ends the wait earlier
 SECRET_BYTES = 32
+SHOWN = 8  # receivers that a message names
+
+Sending: TypeAlias = dict[int, Future[None]]  # bytes on their way, by number of the receiver; only for tcp
 
 
 class WeightSender:
@@ -49,8 +53,11 @@ class WeightSender:
         self.rendezvous = Rendezvous(publish=self.publish)  # keep a reference, because the group does not
         self.formed = False
         self.closed = False
+        self.links = selectors.DefaultSelector()  # of the receivers, to read their answers
+        self.model_bytes = 0  # sent for the last complete version
+        self.questions = 0  # messages so far that each receiver answers
         secret = secrets.token_bytes(SECRET_BYTES)
-        self.server = LinkServer(channel.host, secret, self._accept)
+        self.server = LinkServer(channel.host, secret, self._accept, channel.receivers)
         self.channel = replace(channel, port=self.server.port, secret=secret)
 
     def _accept(self, link: Link) -> None:
@@ -65,7 +72,7 @@ class WeightSender:
             else:
                 if join.number in self.receivers:  # the receiver has reconnected
                     self.receivers[join.number].close()
-                self.receivers[join.number] = Receiver(join.number, link)
+                self.receivers[join.number] = Receiver(join, link)
             self.changed.notify_all()
 
     def send(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
@@ -103,6 +110,7 @@ class WeightSender:
         self.server.close()
         for receiver in self.receivers.values():
             receiver.close()
+        self.links.close()
 
     def _await_joins(self) -> None:
         """Wait until all receivers have joined, and form their process group."""
@@ -114,55 +122,70 @@ class WeightSender:
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise RolloutError(f"{listed(missing)} did not join within {self.channel.timeout:g} s")
             self.formed = True
+        for number, receiver in self.receivers.items():
+            self.links.register(receiver.link, selectors.EVENT_READ, number)
         if self.channel.transport == "nccl":
             with blame("lost the connection to a weight receiver"):
                 self.group = self.channel.form_group(self.rendezvous, 0)
 
-    def publish(self, message: bytes, data: Tensor | None = None) -> list[Future[None]]:
-        """Start sending a message, and any bytes that follow it, to all receivers."""
+    def start_broadcast(self, data: Tensor) -> dist.Work:
+        """Start to broadcast bytes [size] by NCCL; it waits on the device for the copies that made them."""
+        assert self.group is not None
+        return self.group.broadcast(data, 0)
+
+    def publish(self, message: bytes, data: Tensor | None = None) -> Sending:
+        """Send all receivers a message; on CPUs the bytes [size] follow it, and threads send both."""
         return self.publish_each([message] * len(self.receivers), data)
 
-    def publish_each(self, messages: Iterable[bytes], data: Tensor | None = None) -> list[Future[None]]:
-        """Start sending each receiver its own message, and all of them the bytes that follow."""
-        pairs = zip(self.receivers.values(), messages, strict=True)
-        return [receiver.send(message, data, self.channel.timeout) for receiver, message in pairs]
+    def publish_each(self, messages: Iterable[bytes], data: Tensor | None = None) -> Sending:
+        """Send each receiver its own message, and all of them the bytes that follow."""
+        self._read_answers(0.0)
+        seconds = self.channel.timeout
+        sending: Sending = {}
+        for (number, receiver), message in zip(self.receivers.items(), messages, strict=True):
+            if self.channel.transport == "tcp":
+                sending[number] = receiver.start_sending(message, data, seconds)
+                continue
+            try:  # without a thread, which would cost more: a socket takes a header without waiting for the receiver
+                receiver.link.send(message, seconds)
+            except OSError as error:
+                raise RolloutError(f"lost the connection to weight receiver {number}: {error}") from None
+        return sending
 
-    def await_answers(self, sending: Sequence[Future[None]], complaint: str) -> None:
-        """Wait for an answer from each receiver to the message that `sending` sends.
+    def await_receivers(self, pending: Callable[[], Collection[int]], complaint: str) -> None:
+        """Wait until no receiver is `pending`, and count the answers that arrive.
 
-        Raise if a receiver reports an error, disconnects or answers too late, or if the channel is called off.
+        Raise if a receiver reports an error, disconnects or takes too long, or if the channel is called off.
         """
         deadline = time.monotonic() + self.channel.timeout
-        missing = set(self.receivers)
-        with selectors.DefaultSelector() as links:
-            for number, receiver in self.receivers.items():
-                links.register(receiver.link, selectors.EVENT_READ, number)
-            while missing:
-                for key, _ in links.select(min(CALL_OFF_INTERVAL, max(0.001, deadline - time.monotonic()))):
-                    with blame(f"lost the connection to weight receiver {key.data}"):
-                        answer = self.receivers[key.data].link.receive(self.channel.timeout).decode(errors="replace")
-                    if answer != OK:
-                        raise RolloutError(f"weight receiver {key.data} {answer}")
-                    missing.remove(key.data)
-                    links.unregister(key.fileobj)
-                for number, sent in zip(self.receivers, sending, strict=True):
-                    if sent.done():
-                        with blame(f"lost the connection to weight receiver {number}"):
-                            sent.result()
-                if missing and self.called_off:
-                    raise RolloutError(f"{listed(missing)} {complaint} before the weight sync was called off")
-                if missing and time.monotonic() > deadline:
-                    raise RolloutError(f"{listed(missing)} {complaint} within {self.channel.timeout:g} s")
+        self._read_answers(0.0)  # a reported error is more informative than the connection that it closes
+        while missing := pending():
+            if self.called_off:
+                raise RolloutError(f"{listed(missing)} {complaint} before the weight sync was called off")
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{listed(missing)} {complaint} within {self.channel.timeout:g} s")
+            self._read_answers(POLL_SECONDS)
+
+    def _read_answers(self, seconds: float) -> None:
+        """Count the answers that have arrived, after waiting this long for the first; raise if one is an error."""
+        for key, _ in self.links.select(seconds):
+            with blame(f"lost the connection to weight receiver {key.data}"):
+                answer = self.receivers[key.data].link.receive(self.channel.timeout).decode(errors="replace")
+            if answer != OK:
+                raise RolloutError(f"weight receiver {key.data} {answer}")
+            self.receivers[key.data].answers += 1
 
 
 class Receiver:
-    """A receiver that joined: its connection, and a thread that sends, so that a slow one does not delay the others."""
+    """A receiver that joined: its connection, and a thread for bytes, so that a slow one does not delay the others."""
 
-    def __init__(self, number: int, link: Link) -> None:
+    def __init__(self, join: Join, link: Link) -> None:
         self.link = link
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"openrlhf-receiver-{number}")
+        self.room = join.room
+        self.answers = 0  # of all versions
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"openrlhf-receiver-{join.number}")
 
-    def send(self, message: bytes, data: Tensor | None, seconds: float) -> Future[None]:
+    def start_sending(self, message: bytes, data: Tensor | None, seconds: float) -> Future[None]:
         """Start sending a message and the bytes [size] that follow it; messages keep their order."""
 
         def send() -> None:
@@ -179,31 +202,49 @@ class Receiver:
 
 @dataclass(frozen=True)
 class InTransit:
-    """A header that was published but not yet acknowledged by all receivers."""
+    """A bucket whose memory may still be read, or a notice that was not yet answered."""
 
-    number: int  # number of the header within its version
-    bucket: Bucket | None  # None for the notice that ends a version
-    sending: Sequence[Future[None]]
-    broadcast: dist.Work | None  # None if the bytes are not broadcast
+    name: str  # for messages
+    bucket: Bucket | None  # None for a notice
+    sending: Sending
+    broadcast: dist.Work | None  # only for nccl
+    answers: int | None  # how many answers a receiver has given when it has used this; None if it does not answer
+
+    def pending(self, receivers: Mapping[int, Receiver]) -> Collection[int]:
+        """Return the numbers of the receivers that have not taken it."""
+        for number, sent in self.sending.items():
+            if sent.done():
+                with blame(f"lost the connection to weight receiver {number}"):
+                    sent.result()
+        if self.answers is not None:
+            return [number for number, receiver in receivers.items() if receiver.answers < self.answers]
+        if self.broadcast is not None:  # NCCL does not tell which receiver is late
+            return [] if self.broadcast.is_completed() else receivers.keys()
+        return [number for number, sent in self.sending.items() if not sent.done()]
 
 
 class BucketPipeline:
-    """The transfer of one version through two buckets: one is filled while receivers read the other."""
+    """The transfer of one version through two buckets: one is filled while the other is sent."""
 
     def __init__(self, sender: WeightSender, version: int) -> None:
         self.sender = sender
         self.version = version
-        device = torch.device("cpu") if sender.channel.transport == "tcp" else sender.device
-        size = sender.channel.bucket_bytes
+        device, rooms = torch.device("cpu"), [one.room for one in sender.receivers.values() if one.room is not None]
+        if sender.channel.transport != "tcp":
+            device = sender.device
+            if device.type == "cuda":
+                rooms.append(free_memory(device))
+        size = bucket_size(sender.channel.bucket_bytes, sender.model_bytes, rooms)
         # The first bucket is being filled.
         self.idle = deque(Bucket(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2))
         self.in_transit: deque[InTransit] = deque()
-        self.count = 0  # headers published so far
+        self.count = 0  # buckets sent so far
+        self.sent_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor into the current bucket; if it does not fit, send this bucket and use the next one."""
         if not self.idle[0].add(name, tensor):
-            self._ship()
+            self._send_bucket()
             if not self.idle:
                 self._await_oldest()
             self.idle[0].add(name, tensor)
@@ -211,43 +252,52 @@ class BucketPipeline:
     def finish(self, failure: str = "") -> None:
         """Send the last bucket and the end notice, or only the notice after a `failure` of the iterator of weights."""
         if not failure and self.idle[0].entries:
-            self._ship()
-        self._ship(Header(self.version, end=True, failure=failure))
+            self._send_bucket()
+        sending = self.sender.publish(Header(self.version, end=True, failure=failure).encode())
+        self.in_transit.append(InTransit("the end", None, sending, None, self._next_answer()))
         while self.in_transit:
             self._await_oldest()
+        if not failure:
+            self.sender.model_bytes = self.sent_bytes
 
-    def _ship(self, notice: Header | None = None) -> None:
-        """Publish the header of the current bucket and start sending its bytes, or only publish a notice."""
-        sender, bucket, header, data = self.sender, None, notice, None
-        if header is None:
-            bucket = self.idle.popleft()
-            header = Header(self.version, bucket.entries, bucket.used)
-        if bucket is not None and sender.channel.transport == "ipc":
-            # Receivers read the same memory, so the copies into the bucket must be complete. Torch counts the readers
-            # of a description, and only one process may open it: each receiver gets its own.
-            torch.cuda.current_stream(bucket.buffer.device).synchronize()
-            shares = [share_memory(bucket.buffer) for _ in sender.receivers]
-            sending = sender.publish_each(replace(header, shared=share).encode() for share in shares)
-        else:
-            if bucket is not None and sender.channel.transport == "tcp":
-                data = bucket.buffer[: bucket.used]
-            sending = sender.publish(header.encode(), data)
-        group = sender.group
-        broadcast = None
-        if bucket is not None and group is not None:
-            with blame("lost the connection to a weight receiver"):
-                broadcast = group.broadcast(bucket.buffer[: bucket.used], 0)
-        self.in_transit.append(InTransit(self.count, bucket, sending, broadcast))
+    def _send_bucket(self) -> None:
+        """Publish the header of the current bucket and start sending its bytes."""
+        sender, bucket = self.sender, self.idle.popleft()
+        header, used = Header(self.version, bucket.entries, bucket.used), bucket.buffer[: bucket.used]
+        sending: Sending = {}
+        broadcast, answers = None, None
+        match sender.channel.transport:
+            case "tcp":
+                sending = sender.publish(header.encode(), used)
+            case "nccl":
+                sender.publish(header.encode())
+                with blame("lost the connection to a weight receiver"):
+                    broadcast = sender.start_broadcast(used)
+            case "ipc":
+                # Receivers read the same memory, so the copies into the bucket must be complete. Torch counts the
+                # readers of a description, and only one process may open it: each receiver gets its own.
+                torch.cuda.current_stream(used.device).synchronize()
+                shares = [share_memory(bucket.buffer) for _ in sender.receivers]
+                sender.publish_each(replace(header, shared=share).encode() for share in shares)
+                answers = self._next_answer()
+        self.in_transit.append(InTransit(f"bucket {self.count}", bucket, sending, broadcast, answers))
         self.count += 1
+        self.sent_bytes += bucket.used
+
+    def _next_answer(self) -> int:
+        """Return how many answers each receiver has given when it has answered the next message."""
+        self.sender.questions += 1
+        return self.sender.questions
 
     def _await_oldest(self) -> None:
-        """Wait until all receivers have used the oldest bucket in transit, and make it available again."""
+        """Wait until the oldest bucket in transit is no longer read, and make it available again."""
         oldest = self.in_transit[0]
+        self.sender.await_receivers(
+            lambda: oldest.pending(self.sender.receivers), f"did not take {oldest.name} of version {self.version}"
+        )
         if oldest.broadcast is not None:
             with blame("lost the connection to a weight receiver"):
                 oldest.broadcast.wait()
-        complaint = f"did not acknowledge bucket {oldest.number} of version {self.version}"
-        self.sender.await_answers(oldest.sending, complaint)
         self.in_transit.popleft()
         if oldest.bucket is not None:
             self.idle.append(Bucket(oldest.bucket.buffer))
@@ -256,4 +306,5 @@ class BucketPipeline:
 def listed(numbers: Iterable[int]) -> str:
     """Return the names of receivers for a message."""
     found = sorted(numbers)
-    return f"weight receiver{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"weight receiver{'s' if len(found) > 1 else ''} {', '.join(map(str, found[:SHOWN]))}{more}"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from openrlhf.rollout.bucket import ALIGNMENT, Bucket, Entry, Header, unpack
+from openrlhf.rollout.bucket import ALIGNMENT, MAX_BUCKET, Bucket, Entry, Header, bucket_size, unpack
 from openrlhf.rollout.ipc import SharedMemory
 
 SHARED = SharedMemory("GPU-1", ["00ff", 4096, 512, "0a", 8, "", True])
@@ -49,3 +49,24 @@ def test_a_tensor_larger_than_the_bucket_travels_alone():
     assert not bucket.add("small", small)
     assert torch.equal(dict(unpack(Header(3, bucket.entries, bucket.used), bucket.buffer))["large"], large)
     assert Bucket(bucket.buffer).add("small", small)
+
+
+@pytest.mark.parametrize(
+    ("model", "rooms", "size"),
+    [
+        (0, [], 256),
+        (3, [], 256),
+        (8, [], 512),
+        (140, [], 1024),
+        (140, [80, 40], 1024),
+        (140, [80, 4], 512),
+        (140, [0.1], 64),
+    ],
+)
+def test_buckets_are_as_large_as_model_and_memory_allow(model, rooms, size):
+    """The model and the free memory are in GiB, buckets in MiB."""
+    assert bucket_size(MAX_BUCKET, model << 30, [int(room * 2**30) for room in rooms]) == size << 20
+
+
+def test_a_limit_on_buckets_holds():
+    assert bucket_size(4096, 140 << 30, [80 << 30]) == 4096

@@ -18,7 +18,7 @@ from openrlhf.rollout.bucket import ALIGNMENT
 from openrlhf.rollout.channel import Channel, Join
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.link import NONCE, prove
-from openrlhf.rollout.weight_receiver import IncomingWeights
+from openrlhf.rollout.weight_receiver import IncomingWeights, WeightReceiver
 from openrlhf.rollout.weight_sender import WeightSender
 
 pytestmark = pytest.mark.slow(seconds=2)
@@ -129,6 +129,15 @@ def test_every_receiver_gets_every_tensor_of_every_version(count):
         sender.close()
         with pytest.raises(BackendError, match="create a new one"):
             sender.send([], 7)
+
+
+def test_a_receiver_answers_once_per_version():
+    with receivers(2) as pairs:
+        sender = make_sender(2)
+        for version in (1, 2):
+            send(sender, pairs, version)
+        assert [receiver.answers for receiver in sender.receivers.values()] == [2, 2]
+        sender.close()
 
 
 def test_an_iterator_that_raises_tells_the_receivers_and_the_channel_stays_usable():
@@ -265,9 +274,28 @@ def test_silent_strangers_do_not_block_receivers(monkeypatch):
     monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 10 * PATIENT)
     sender = make_sender(1)
     with ExitStack() as stack, receivers(1) as pairs:
-        for _ in range(2 * link.MAX_HANDSHAKES):
+        for _ in range(3 * link.MAX_HANDSHAKES):
             stack.enter_context(socket.create_connection(("127.0.0.1", sender.channel.port), PATIENT))
         send(sender, pairs, 1)
+    sender.close()
+
+
+def test_many_receivers_join_at_the_same_time():
+    """They are threads that begin their handshakes together."""
+    count = 2 * link.MAX_HANDSHAKES + 8
+    sender, barrier, found = make_sender(count), threading.Barrier(count), [0] * count
+
+    def run(number):
+        barrier.wait()
+        found[number] = sum(1 for _ in WeightReceiver(sender.channel, number).receive(1))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    sender.send(weights(1), 1)
+    for thread in threads:
+        thread.join()
+    assert set(found) == {len(expected(1))}
     sender.close()
 
 
