@@ -67,12 +67,12 @@ class ModelWorker:
         """Call a method of `Models` on this process's models."""
         return method(self.models, *arguments)
 
-    def open_channel(self, channel: Channel) -> Channel:
-        """Close the previous channel to the engines and open a new one."""
+    def open_channel(self, channel: Channel | None) -> Channel | None:
+        """Close the previous channel to engines and open a new one, if this process sends; return it."""
         if self.sender is not None:
             self.sender.close()
-        self.sender = WeightSender(channel, self.device)
-        return self.sender.channel
+        self.sender = WeightSender(channel, self.device) if channel is not None else None
+        return self.sender.channel if self.sender is not None else None
 
     def send(self, version: int, verify: bool) -> Checksums:
         """Send the policy's weights to the engines; a process without a channel only helps to gather them."""

@@ -41,6 +41,12 @@ class Process(Generic[Worker]):
     cancels: bool = False  # cancelling the caller also cancels the call in the actor
     seconds: float | None = None  # deadline of a call; a process that misses it counts as dead
     timeout_flag: str | None = None  # flag that sets `seconds`, if there is one
+    peers: tuple[Process[object], ...] = ()  # processes on other nodes that are a part of it and end with it
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Addresses of the nodes that it runs on, its own first."""
+        return (self.address, *(peer.address for peer in self.peers))
 
     def __str__(self) -> str:
         return f"{self.name} on {self.address}"
@@ -102,11 +108,13 @@ class Process(Generic[Worker]):
     def kill(self) -> None:
         import ray
 
-        ray.kill(self.actor)
+        for process in (self, *self.peers):
+            ray.kill(process.actor)
 
     def ask_to_exit(self) -> None:
         """Make the process exit by itself; killing it would need Ray's head node, which may be gone."""
-        self.actor.exit.options(concurrency_group=BACKGROUND).remote()
+        for process in (self, *self.peers):
+            process.actor.exit.options(concurrency_group=BACKGROUND).remote()
 
 
 class ProcessWatch:

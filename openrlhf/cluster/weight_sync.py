@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.workers import WorkerGroup
@@ -18,7 +20,8 @@ from openrlhf.rollout.group_sync import CHANNEL_TIMEOUT, LOOPBACK, Receiving
 class PolicyRanks:
     """The ranks of the policy as senders.
 
-    With CUDA IPC, each rank sends to the engine workers on its GPU. Otherwise the first rank broadcasts to all of them.
+    With CUDA IPC, each rank sends to the engine workers on its GPU. Otherwise the first rank of each node sends to a
+    part of the engines, so that all nodes' network cards take part; every rank has all weights while they are gathered.
     """
 
     group: WorkerGroup
@@ -26,22 +29,37 @@ class PolicyRanks:
     workers_per_engine: int
     engines_per_gpu: int = 1
 
-    async def open_channels(self, addresses: Sequence[str]) -> list[Receiving]:
-        receivers = self.workers_per_engine * len(addresses)
-        size = self.engines_per_gpu if self.transport == "ipc" else receivers  # receivers of a channel
-        senders = self.group.processes[: receivers // size]
-        channels = [
-            Channel(
-                LOOPBACK if set(addresses) == {sender.address} else sender.address,
-                self.transport,
-                size,
-                timeout=CHANNEL_TIMEOUT,
-            )
-            for sender in senders
-        ]
-        opening = (sender.call(ModelWorker.open_channel, one) for sender, one in zip(senders, channels, strict=True))
-        opened = await self.group.watch.guard(asyncio.gather(*opening))
-        return [Receiving(channel, number) for channel in opened for number in range(size)]
+    async def open_channels(self, machines: Mapping[int, Sequence[str]]) -> list[Receiving]:
+        processes, senders = self.group.processes, self._choose_senders(machines)
+        counts = Counter(chain.from_iterable(senders.values()))  # receivers, by rank of the sender
+        channels: list[Channel | None] = [None] * len(processes)
+        for rank, count in counts.items():
+            own = processes[rank].address
+            reached = {address for number, ranks in senders.items() if rank in ranks for address in machines[number]}
+            host = LOOPBACK if reached == {own} else own
+            channels[rank] = Channel(host, self.transport, count, timeout=CHANNEL_TIMEOUT)
+        calls = (process.call(ModelWorker.open_channel, one) for process, one in zip(processes, channels, strict=True))
+        opened = await self.group.watch.guard(asyncio.gather(*calls))
+        numbers = {rank: iter(range(count)) for rank, count in counts.items()}
+        found = ((opened[rank], next(numbers[rank])) for rank in chain.from_iterable(senders.values()))
+        return [Receiving(channel, number) for channel, number in found if channel is not None]
+
+    def _choose_senders(self, machines: Mapping[int, Sequence[str]]) -> dict[int, list[int]]:
+        """Return, for each engine, the rank that sends to each of its workers."""
+        size = self.workers_per_engine
+        if self.transport == "ipc":  # the worker's own GPU
+            places = {number: number // self.engines_per_gpu * size for number in machines}
+            return {number: list(range(first, first + size)) for number, first in places.items()}
+        by_node: dict[str, int] = {}  # the first rank of each node
+        for rank, process in enumerate(self.group.processes):
+            by_node.setdefault(process.address, rank)
+        load = Counter(dict.fromkeys(by_node.values(), 0))  # engines, by rank of the sender
+        chosen: dict[int, list[int]] = {}
+        for number, addresses in machines.items():
+            rank = by_node.get(addresses[0], min(load, key=lambda one: load[one]))
+            load[rank] += 1
+            chosen[number] = [rank] * size
+        return chosen
 
     async def send(self, version: int, *, verify: bool) -> Checksums:
         """Let every rank take part: those without a channel help to gather the weights."""

@@ -151,13 +151,13 @@ class LocalPolicy:
     updating: asyncio.Lock  # held while a thread changes the weights
     sender: WeightSender | None = None
 
-    async def open_channels(self, addresses: Sequence[str]) -> list[Receiving]:
+    async def open_channels(self, machines: Mapping[int, Sequence[str]]) -> list[Receiving]:
         if self.sender is not None:
             self.sender.close()
         transport = "ipc" if self.device.type == "cuda" else "tcp"
-        channel = Channel(LOOPBACK, transport, len(addresses), timeout=CHANNEL_TIMEOUT)
+        channel = Channel(LOOPBACK, transport, len(machines), timeout=CHANNEL_TIMEOUT)
         self.sender = WeightSender(channel, self.device)
-        return [Receiving(self.sender.channel, number) for number in range(len(addresses))]
+        return [Receiving(self.sender.channel, number) for number in range(len(machines))]
 
     async def send(self, version: int, *, verify: bool) -> Checksums:
         """Send the weights in a thread, because the event loop must keep handling the engines' answers."""

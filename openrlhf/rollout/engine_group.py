@@ -41,7 +41,7 @@ class EngineReplica:
     process: EngineProcess
     running: int = 0  # unfinished requests
     restarts: int = 0
-    ready: bool = True  # False while it is being replaced
+    ready: bool = True  # False from the moment it is replaced until it has the policy's weights
     requests: EngineRequests | None = None  # of `process`
     busy: UsageClock = field(default_factory=UsageClock)  # while it has unfinished requests
 
@@ -58,7 +58,7 @@ class EngineGroup:
     by_prefix: dict[int, EngineReplica] = field(default_factory=dict)  # cached prompts; cleared at each sync
     by_episode: dict[int, EngineReplica] = field(default_factory=dict)  # cached episodes; cleared at each sync
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while engines are replaced or get weights
-    send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to a new engine
+    send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to engines that are new
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all completions; unfinished requests of a failed engine are generated again."""
@@ -151,12 +151,18 @@ class EngineGroup:
             message = f"{failure.message}, after {counted(engine.restarts, 'restart')} (--max_restarts)"
             raise EngineError(message, try_this=RESUME)
         engine.restarts += 1
+        engine.ready = False
         say(f"{failure.message}; restarting the engine and generating its unfinished requests again")
         engine.process.kill()
         engine.process = await self.start(engine.number)
 
     async def apply(
-        self, work: Callable[[EngineProcess], Awaitable[None]], *, seconds: float | None = SHORT_CALL
+        self,
+        work: Callable[[EngineProcess], Awaitable[None]],
+        engines: Sequence[EngineReplica] | None = None,
+        *,
+        seconds: float | None = SHORT_CALL,
     ) -> None:
-        """Make a call, such as one that pauses an engine, to all engines at the same time, and wait for them."""
-        await asyncio.gather(*(work(engine.process.within(seconds)) for engine in self.engines))
+        """Make a call, such as one that pauses an engine, to engines (default: all) at the same time; await them."""
+        chosen = self.engines if engines is None else engines
+        await asyncio.gather(*(work(engine.process.within(seconds)) for engine in chosen))

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, ParamSpec, Self, TypeAlias, TypeVar, cast
@@ -165,7 +165,7 @@ class LocalProcess:
     """`EngineProcess` of an engine on this machine."""
 
     child: EngineChild
-    address: str = LOOPBACK
+    machines: Sequence[str] = (LOOPBACK,)
     seconds: float | None = None
     timeout_flag: str | None = None
 

@@ -131,8 +131,8 @@ class EngineProcess(Protocol):
     """The trainer's handle of a process with an `EngineWorker`; in messages, `str` names it."""
 
     @property
-    def address(self) -> str:
-        """Address of its machine."""
+    def machines(self) -> Sequence[str]:
+        """Addresses of the machines that it runs on, its own first."""
         ...
 
     def within(self, seconds: float | None, timeout_flag: str | None = None) -> Self:

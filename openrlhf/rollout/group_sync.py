@@ -1,14 +1,15 @@
 """Weight sync from a policy to a group of engines in other processes.
 
 The policy's side sends and the engines receive at the same time over channels (`channel.py`). New channels are opened
-after an engine was replaced or a sync failed. A failed engine is replaced by `EngineGroup`, and the sync is repeated;
-a failure of the policy's side ends the run.
+after an engine was replaced or a sync failed. A failed engine is replaced by `EngineGroup`: if it fails during a sync,
+the sync is repeated; otherwise only the new engine receives weights, and the others keep generating. A failure of the
+policy's side ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from openrlhf.errors import DeathError, RolloutError
 from openrlhf.event_loop import cancel_all
 from openrlhf.rollout.channel import Channel
 from openrlhf.rollout.engine import Checksums
-from openrlhf.rollout.engine_group import LOST, EngineGroup
+from openrlhf.rollout.engine_group import LOST, EngineGroup, EngineReplica
 from openrlhf.rollout.engine_worker import EngineProcess, EngineWorker
 from openrlhf.rollout.sync_proof import SyncProof, compare
 from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
@@ -37,8 +38,8 @@ class Receiving(NamedTuple):
 class PolicySide(Protocol):
     """The sending side of a sync: the processes that hold the policy."""
 
-    async def open_channels(self, addresses: Sequence[str]) -> list[Receiving]:
-        """Close the previous channels and open new ones to the engines, whose machines have these addresses.
+    async def open_channels(self, machines: Mapping[int, Sequence[str]]) -> list[Receiving]:
+        """Close the previous channels and open new ones to engines: the addresses of their machines, by number.
 
         Return the receivers, engine by engine; an engine may have several (`GroupSync.workers_per_engine`).
         """
@@ -71,17 +72,24 @@ class GroupSync:
         """Send the policy's weights to all engines as `version`; failed engines are replaced."""
         verify = self.proof.is_due()
         async with self.engines.change_lock:
-            await self._retry(lambda: self._deliver(version, drain=self.drains, verify=verify))
+            await self._retry(lambda: self._deliver(self.engines.engines, version, drain=self.drains, verify=verify))
         self.proof.conclude(self.sent)
 
     async def resend(self) -> None:
-        """Send the policy's current weights again, for an engine that was replaced.
+        """Send the policy's current weights to engines that were replaced, while the others keep generating.
 
-        The other engines receive the weights they already have, or newer ones if the policy has trained since.
+        In an asynchronous run, these may be newer than the weights of the other engines. If the engines share devices
+        with the models, there is room for the policy only while all of them sleep, so all of them receive the weights.
+        They are those of the last sync then, so running requests need not finish first.
         """
-        # If engines and training take turns, the weights are unchanged, so running requests need not finish first.
-        drain = self.drains and not self.sleeps
-        await self._retry(lambda: self._deliver(self.engines.version, drain=drain, verify=True))
+        await self._retry(
+            lambda: self._deliver(
+                [engine for engine in self.engines.engines if self.sleeps or not engine.ready],
+                self.engines.version,
+                drain=False,
+                verify=True,
+            )
+        )
 
     async def begin_training(self) -> None:
         if self.sleeps:
@@ -103,29 +111,32 @@ class GroupSync:
                 if not await self.engines.replace_failed():
                     raise  # all engines are healthy, so another attempt would fail, too
 
-    async def _deliver(self, version: int, *, drain: bool, verify: bool) -> None:
-        """Send the weights, then hand the devices over to the engines and let them generate."""
-        if self.engines.engines:
-            await self._send(version, drain=drain, verify=verify)
+    async def _deliver(self, to: Sequence[EngineReplica], version: int, *, drain: bool, verify: bool) -> None:
+        """Send the weights to some engines, hand the devices over to them and let them generate."""
+        if to:
+            await self._send(to, version, drain=drain, verify=verify)
         if self.sleeps:
             await self.policy.rest()
-            await self.engines.apply(lambda process: process.call(EngineWorker.wake, "cache"))
-        await self.engines.apply(lambda process: process.call(EngineWorker.resume))
-        self.engines.forget_caches()
+            await self.engines.apply(lambda process: process.call(EngineWorker.wake, "cache"), to)
+        await self.engines.apply(lambda process: process.call(EngineWorker.resume), to)
+        for engine in to:
+            engine.ready = True
+        if len(to) == len(self.engines.engines):
+            self.engines.forget_caches()
         self.engines.version = version
 
-    async def _send(self, version: int, *, drain: bool, verify: bool) -> None:
+    async def _send(self, to: Sequence[EngineReplica], version: int, *, drain: bool, verify: bool) -> None:
         """Pause the engines and transfer the weights; with `verify`, compare checksums."""
-        processes = [engine.process for engine in self.engines.engines]
+        processes = [engine.process for engine in to]
         if self.connected != processes:
-            self.receivers = await self.policy.open_channels([process.address for process in processes])
+            self.receivers = await self.policy.open_channels({engine.number: engine.process.machines for engine in to})
         self.connected = []  # reset until this version has arrived: channels of a failed transfer cannot be reused
         # No deadline: draining takes as long as the longest request, which the engine monitors.
-        await self.engines.apply(lambda process: process.call(EngineWorker.pause, drain=drain), seconds=None)
+        await self.engines.apply(lambda process: process.call(EngineWorker.pause, drain=drain), to, seconds=None)
         if self.sleeps:
             # First put engines that are awake, such as new ones, to sleep: this frees memory for the policy.
-            await self.engines.apply(lambda process: process.call(EngineWorker.sleep))
-            await self.engines.apply(lambda process: process.call(EngineWorker.wake, "weights"))
+            await self.engines.apply(lambda process: process.call(EngineWorker.sleep), to)
+            await self.engines.apply(lambda process: process.call(EngineWorker.wake, "weights"), to)
         sending = asyncio.ensure_future(self.policy.send(version, verify=verify))
         incoming = [IncomingWeights(channel, number, version) for channel, number in self.receivers]
         size = self.workers_per_engine
@@ -134,19 +145,23 @@ class GroupSync:
             asyncio.ensure_future(process.call(EngineWorker.load, weights, version, verify))
             for process, weights in zip(processes, by_engine, strict=True)
         ]
+        transfers = (sending, *receiving)
         try:
-            await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
-            if any(not work.done() or work.exception() for work in (sending, *receiving)):
-                raise await self._failure(sending, receiving)
+            await asyncio.wait(transfers, return_when=asyncio.FIRST_EXCEPTION)
+            if any(not work.done() or work.exception() for work in transfers):
+                raise await self._failure(sending, receiving, processes)
             self.sent = sending.result()
         finally:
-            cancel_all(sending, *receiving)
+            cancel_all(*transfers)
         self.connected = processes
         for process, received in zip(processes, receiving, strict=True):
             compare(self.sent, received.result(), str(process))
 
     async def _failure(
-        self, sending: asyncio.Future[Checksums], receiving: Sequence[asyncio.Future[Checksums]]
+        self,
+        sending: asyncio.Future[Checksums],
+        receiving: Sequence[asyncio.Future[Checksums]],
+        processes: Sequence[EngineProcess],
     ) -> BaseException:
         """Cancel a failed transfer in all processes that still wait for it, and return the error to raise.
 
@@ -160,9 +175,9 @@ class GroupSync:
                 # In a thread, because the call is slow if the sender is just ending.
                 asyncio.get_running_loop().run_in_executor(None, channel.call_off)
         _, silent = await asyncio.wait((*receiving, sending), timeout=SECONDS_TO_FAIL)
-        for engine, load in zip(self.engines.engines, receiving, strict=True):
+        for process, load in zip(processes, receiving, strict=True):
             if load in silent:  # it hangs; otherwise the timeout of its channel would have ended it
-                return DeathError(f"{engine.process} did not answer within {SECONDS_TO_FAIL:g} seconds")
+                return DeathError(f"{process} did not answer within {SECONDS_TO_FAIL:g} seconds")
         # Engines first: their errors are more informative.
         ended = await asyncio.gather(*receiving, sending, return_exceptions=True)
         failures = [answer for answer in ended if isinstance(answer, BaseException)]
