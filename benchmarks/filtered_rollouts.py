@@ -1,0 +1,125 @@
+"""Measure W2 with dynamic filtering, which half of the groups pass: rounds of groups against a stream of them.
+
+    python benchmarks/filtered_rollouts.py                                 on a GPU
+    python benchmarks/filtered_rollouts.py --ways stream async --steps 8
+    python benchmarks/filtered_rollouts.py --tiny                          a small shape on a CPU, to try it
+
+`rounds` starts groups only when all others have ended, and works on one rollout at a time, as this package did before
+rollouts were streams. `stream` replaces a rejected group immediately. Both train synchronously. `async rounds` and
+`async` do the same with --async_train; `async oversampled` also keeps half a rollout of further groups in progress.
+Each way runs in a process of its own. The Transformers engine of --tiny always generates in rounds.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from peers import ours
+from peers.measurement import Task
+from w import Absent, run
+from workloads import find_workload
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.rl import rollouts
+from openrlhf.rl.group_stream import StreamLimits
+
+ROUNDS, ASYNC = "rounds", "--async_train"
+WAYS = {  # name -> flags
+    ROUNDS: [],
+    "stream": [],
+    f"async {ROUNDS}": [ASYNC],
+    "async": [ASYNC],
+    "async oversampled": [ASYNC, "--vllm_generate_batch_size"],  # followed by OVERSAMPLING times the size of a rollout
+}
+OVERSAMPLING = 1.5
+REWARD = """import zlib
+
+
+def reward_func(queries, prompts, labels):
+    passes = zlib.crc32(prompts[0].encode()) % 1000 < 1000 * {pass_rate}
+    rewards = [float(passes and number % 2) for number in range(len(queries))]
+    return {{"rewards": rewards, "scores": rewards}}
+"""
+COLUMNS = {  # title -> metric
+    "step, s": "timing/step_total",
+    "generation, s": "timing/generation",
+    "training, s": "timing/ppo_train",
+    "wait for samples, s": "timing/trainer_wait",
+    "engines busy": "timing/engines_busy",
+    "groups that pass, %": "dynamic_filtering_pass_rate",
+    "response, tokens": "response_length",
+    "age, updates": "staleness_mean",
+}
+
+
+def main() -> None:
+    args = parse()
+    if args.driver is not None:
+        drive(args)
+        return
+    print("| way | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|", flush=True)
+    with tempfile.TemporaryDirectory(prefix="filtered-") as temporary:
+        folder = str(args.folder or temporary)
+        common = ["--folder", folder, *(["--tiny"] if args.tiny else [])]
+        steps = str(round(3 * args.steps / args.pass_rate))  # prompts for as many steps: some are rejected or ahead
+        files = [sys.executable, str(Path(__file__).with_name("workload_files.py")), "W2", "--steps", steps]
+        made = run([*files, *common], args.timeout, "W2", "files")
+        if isinstance(made, Absent):
+            raise SystemExit(made.reason)
+        (Path(folder) / "reward.py").write_text(REWARD.format(pass_rate=args.pass_rate))
+        for way in args.ways:
+            own = [sys.executable, __file__, "--driver", way, *common, "--steps", str(args.steps)]
+            output = run([*own, "--memory", str(args.memory), "--extra", *args.extra], args.timeout, "W2", way)
+            print(f"{way}: {output.reason}" if isinstance(output, Absent) else output.splitlines()[-1], flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--pass_rate", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default=5, help="of which the first does not count")
+    parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engine")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for each way")
+    parser.add_argument("--folder", type=Path, help="folder for models and results (default: a temporary one)")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--driver", choices=list(WAYS), help=argparse.SUPPRESS)  # runs one way in this process
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="all further words: more training flags")
+    return parser.parse_args()
+
+
+def drive(args: argparse.Namespace) -> None:
+    """Train one way in this process, and print its row of the table."""
+    workload = find_workload("W2", tiny=args.tiny)
+    flags = ["--dynamic_filtering", *WAYS[args.driver]]
+    if flags[-1] == "--vllm_generate_batch_size":
+        flags.append(str(round(OVERSAMPLING * workload.prompts)))
+    if ROUNDS in args.driver:
+        generate_in_rounds()
+    run_dir = args.folder / args.driver.replace(" ", "_")
+    folders = ["--run_dir", str(run_dir), "--ckpt_path", f"{run_dir}_checkpoints", "--save_path", f"{run_dir}_model"]
+    extra = [*flags, *folders, *args.extra]
+    ours.run_workload(Task(workload, args.folder, args.steps, args.tiny, args.memory, extra))
+
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"][1:]
+    means = [fmean(step.get(name, 0.0) for step in steps) for name in COLUMNS.values()]
+    print(f"\n| {args.driver} | " + " | ".join(f"{value:.2f}" for value in means) + " |", flush=True)
+
+
+def generate_in_rounds() -> None:
+    """Switch the stream off: groups start when no other runs, and a rollout when the one before it is complete."""
+    plain = rollouts.stream_limits
+
+    def stream_limits(config: RLConfig) -> StreamLimits:
+        return replace(plain(config), in_rounds=True)
+
+    rollouts.stream_limits = stream_limits
+    rollouts.GeneratedRollouts.open_rollouts = lambda source, first, last: None
+
+
+if __name__ == "__main__":
+    main()
