@@ -4,9 +4,11 @@
 advantages from the shaped rewards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,12 +149,12 @@ def spread(rewards: Tensor, last: Tensor, kl: Tensor | None, action_mask: Tensor
     return token_rewards
 
 
-def group_is_kept(scores: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:
-    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): True if low < mean score of the group < high, [samples].
+def group_is_kept(scores: Sequence[float], low: float, high: float) -> bool:
+    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): return True if low < mean score of the group < high.
 
-    A group with a missing score (NaN) is kept.
+    A group with a missing score (NaN) is kept. The mean is rounded to fp32, so that equal scores on a bound are out.
     """
     if low >= high:
         raise ValueError(f"the filter range must have low < high, got {low} and {high}")
-    mean = group_stats(scores, group_ids).mean
-    return ~((mean <= low) | (mean >= high))
+    mean = np.float32(fmean(scores))
+    return not (mean <= low or mean >= high)

@@ -15,7 +15,7 @@ sequences. Micro-batches that keep the samples of a prompt together (`rl.samples
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,47 +53,47 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
     groups = group_by_prefix(sequences)
     if not groups:
         return None
-    total = sum(map(len, sequences))
-    grouped = {member for _, members in groups for member in members}
-    starts = [0, *accumulate(map(len, sequences))]  # where each sequence starts when all are concatenated
-    places = np.empty(total, dtype=np.int64)  # [tokens]
-    kept: list[NDArray[np.int64]] = []
-    segments = [0]
+    lengths = np.array([len(sequence) for sequence in sequences])
+    starts = np.cumsum(lengths) - lengths  # where each sequence starts when all are concatenated
+    members = np.array([member for group in groups for member in group.members])
+    alone = np.delete(np.arange(len(sequences)), members)
+    sizes, shared = np.array([(len(group.members), group.prefix) for group in groups]).T  # [groups] each
+    first = members[np.cumsum(sizes) - sizes]  # [groups]: the sequence whose prefix is computed for all members
+    own_shared = np.repeat(shared, sizes)  # [members]
 
-    def add(first: int, last: int) -> int:
-        """Append tokens of the sequences to the row as a segment, and return the segment's start."""
-        start = segments[-1]
-        kept.append(np.arange(first, last))
-        places[first:last] = np.arange(start, start + last - first)
-        segments.append(start + last - first)
-        return start
-
-    for length, members in groups:
-        start = add(starts[members[0]], starts[members[0]] + length)
-        for member in members[1:]:
-            places[starts[member] : starts[member] + length] = np.arange(start, start + length)
-    prefixes = list(segments)
-    continuations = [0]
-    for length, members in groups:
-        for member in members:
-            add(starts[member] + length, starts[member + 1])
-        continuations.append(segments[-1] - prefixes[-1])
-    for number in range(len(sequences)):
-        if number not in grouped:
-            add(starts[number], starts[number + 1])
+    # The segments of the row: prefixes, continuations, then sequences that share nothing.
+    segment_starts = np.concatenate([starts[first], starts[members] + own_shared, starts[alone]])
+    segment_lengths = np.concatenate([shared, lengths[members] - own_shared, lengths[alone]])
+    kept = ranges(segment_starts, segment_lengths)
+    segments, prefixes = with_total(segment_lengths), with_total(shared)
+    continuations = segments[len(groups) + with_total(sizes)] - prefixes[-1]
+    places = np.empty(lengths.sum(), dtype=np.int64)  # [tokens]
+    places[kept] = np.arange(len(kept))
+    places[ranges(starts[members], own_shared)] = ranges(np.repeat(prefixes[:-1], sizes), own_shared)
     return SharedPrefixes(
-        kept=torch.from_numpy(np.concatenate(kept)),
+        kept=torch.from_numpy(kept),
         places=torch.from_numpy(places),
-        segment_bounds=torch.tensor(segments, dtype=torch.int32),
-        prefix_bounds=torch.tensor(prefixes, dtype=torch.int32),
-        continuation_bounds=torch.tensor(continuations, dtype=torch.int32),
-        longest_sequence=max(map(len, sequences)),
-        longest_segment=int(np.diff(segments).max()),
-        longest_prefix=int(np.diff(prefixes).max()),
+        segment_bounds=torch.from_numpy(segments.astype(np.int32)),
+        prefix_bounds=torch.from_numpy(prefixes.astype(np.int32)),
+        continuation_bounds=torch.from_numpy(continuations.astype(np.int32)),
+        longest_sequence=int(lengths.max()),
+        longest_segment=int(segment_lengths.max()),
+        longest_prefix=int(shared.max()),
         longest_continuation=int(np.diff(continuations).max()),
-        num_prefix_tokens=prefixes[-1],
-        num_continuation_tokens=continuations[-1],
+        num_prefix_tokens=int(prefixes[-1]),
+        num_continuation_tokens=int(continuations[-1]),
     )
+
+
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers from each start on, as many as its length, one range after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
+
+
+def with_total(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each part of this length starts, and the end of the last one."""
+    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
@@ -105,27 +105,27 @@ def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
     """
     lengths = [len(sequence) for sequence in sequences]
     long = [number for number, length in enumerate(lengths) if length > SHORTEST_PREFIX]
-    order = sorted(long, key=lambda number: sequences[number].astype(">u4").tobytes())
+    order = sorted(long, key=lambda number: sequences[number].tobytes())  # neighbours whatever the order of the bytes
     common = [common_tokens(sequences[one], sequences[other]) for one, other in pairwise(order)]
 
     def divide(first: int, last: int, level: int = 0) -> list[PrefixGroup]:
         """Return the groups of the sequences from `first` to `last` in the sorted order."""
-        if first == last:
-            return []
         shared = common[first:last]
         whole = PrefixGroup(min(shared), order[first : last + 1])
         parts: list[PrefixGroup] = []
         if level < MOST_LEVELS:
             ends = [first + place for place, tokens in enumerate(shared) if tokens == whole.prefix]
             for start, end in zip([first, *(end + 1 for end in ends)], [*ends, last], strict=True):
-                parts += divide(start, end, level + 1)
+                if start < end:
+                    parts += divide(start, end, level + 1)
         return [whole] if whole.pays(lengths) and whole.saved > sum(part.saved for part in parts) else parts
 
-    return divide(0, len(order) - 1) if order else []
+    return divide(0, len(order) - 1) if len(order) > 1 else []
 
 
 def common_tokens(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
     """Return the length of the common prefix of two sequences, excluding the last token of each."""
     most = min(len(one), len(other)) - 1
-    differs = np.flatnonzero(one[:most] != other[:most])
-    return int(differs[0]) if len(differs) else most
+    differs = one[:most] != other[:most]
+    first = int(differs.argmax())  # 0 if they do not differ
+    return first if differs[first] else most

@@ -129,7 +129,8 @@ def compute_experience(
 
     metrics = rollout_metrics(tokens, rewards[first], group_ids[first], token_rewards)
     # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
-    metrics["rollout/entropy"] = -float(masked(rollout_log_probs, mask).sum() / tokens.num_actions)
+    total = np.sum(rollout_log_probs.numpy(), where=mask.numpy(), dtype=np.float64)
+    metrics["rollout/entropy"] = -float(total / tokens.num_actions)
     if kl is not None:
         metrics["kl"] = float(kl.sum() / tokens.num_actions)
     if flags.step_rewards:
@@ -179,7 +180,8 @@ def compute_advantages(
     estimate, mask = ADVANTAGES[flags.advantage_estimator], tokens.action_mask
     returns = None if values is None else torch.empty_like(token_rewards)
     if outcomes is not None and values is None and flags.gamma == 1.0:
-        advantages = masked(torch.from_numpy(np.repeat(outcomes.numpy(), tokens.lengths)), mask)
+        advantages = torch.from_numpy(np.repeat(outcomes.numpy(), tokens.lengths))
+        advantages.masked_fill_(~mask, 0.0)
     else:
         advantages = torch.empty_like(token_rewards)
         for samples in tokens.chunks():

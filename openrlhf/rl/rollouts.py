@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from openrlhf.agents.branches import last_of_episodes
 from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.agents.futures import gather_or_cancel
@@ -254,6 +252,4 @@ def is_kept(group: Sequence[Trajectory], flags: RolloutFlags) -> bool:
         return False
     if not flags.dynamic_filtering:
         return True
-    scores = torch.tensor([item.score for item in group])
-    one_group = torch.zeros(len(scores), dtype=torch.long)
-    return bool(group_is_kept(scores, one_group, *flags.dynamic_filtering_reward_range)[0])
+    return group_is_kept([item.score for item in group], *flags.dynamic_filtering_reward_range)

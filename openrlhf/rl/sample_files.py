@@ -77,11 +77,12 @@ def make_table(items: Sequence[Trajectory], more: Mapping[str, Values]) -> pa.Ta
     prompts = [item.prompt for item in items]
     distinct = {id(own): own for own in prompts}  # the samples of a group have the same prompt
     tokens = {key: np.array(own.input_ids, np.int32) for key, own in distinct.items()}
+    labels = {key: json.dumps(own.label) for key, own in distinct.items()}
     prompt = {
         "index": pa.array([own.index for own in prompts], pa.int64()),
         "text": text_column([own.text for own in prompts]),
         "input_ids": list_column([tokens[id(own)] for own in prompts], np.int32),
-        "label": pa.array([json.dumps(own.label) for own in prompts], pa.string()),
+        "label": pa.array([labels[id(own)] for own in prompts], pa.string()),
         "datasource": text_column([own.datasource for own in prompts]),
     }
     steps = [[{"place": place, "reward": reward} for place, reward in item.step_rewards] for item in items]

@@ -67,10 +67,14 @@ def divide_groups(groups: Sequence[PrefixGroup], lengths: Sequence[int], budget:
     If there are enough samples, there is a group for every rank.
     """
     tokens = [computed_tokens(group, lengths) for group in groups]
+    total = sum(tokens)
     divided: list[PrefixGroup] = []
     for group, computed in zip(groups, tokens, strict=True):
+        parts = max(1, round(ranks * computed / total))  # number of ranks, in proportion to its tokens
+        if parts == 1 and computed <= budget:
+            divided.append(group)
+            continue
         own = [lengths[place] - group.prefix for place in group.members]
-        parts = max(1, round(ranks * computed / sum(tokens)))  # number of ranks, in proportion to its tokens
         room = max(1, min(budget - group.prefix, max(-(-sum(own) // parts), *own)))
         divided += [_part(group, [group.members[number] for number in part], lengths) for part in first_fit(own, room)]
     while len(divided) < min(ranks, len(lengths)):
@@ -133,8 +137,9 @@ class RolloutTokens:
         return self._parts(values, range(len(self.trajectories)))
 
     def _parts(self, values: Tensor, samples: Sequence[int]) -> list[NDArray[np.float32]]:
-        whole, bounds = values.numpy(), self.bounds
-        return [whole[bounds[number] : bounds[number + 1]] for number in samples]
+        whole, places = values.numpy(), np.asarray(samples)
+        pairs = zip(self.bounds[places].tolist(), self.bounds[places + 1].tolist(), strict=True)
+        return [whole[first:last] for first, last in pairs]
 
     def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
         """Return the tokens of the given samples."""
