@@ -11,7 +11,7 @@ from typing import Any
 
 from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
-from openrlhf.config.checks.extras import pip_install
+from openrlhf.config.checks.extras import install_command
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse_given
 from openrlhf.errors import MissingExtraError
@@ -71,7 +71,7 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"the package {error.name} is not installed",
-            try_this=f"{pip_install()} . (openrlhf doctor lists what is missing)",
+            try_this=f"{install_command()} (openrlhf doctor lists what is missing)",
         ) from error
     with interrupt_on_signals():
         return work(config, sinks=sinks) if trains and not is_dry else work(config)

@@ -14,7 +14,7 @@ from openrlhf.cluster.doctor.host import host_findings, port_findings
 from openrlhf.cluster.doctor.packages import PACKAGES, Package, inspect_package, requirement_of
 from openrlhf.cluster.doctor.report import examine, render
 from openrlhf.cluster.doctor.services import hub_findings
-from openrlhf.config.checks.extras import pip_install
+from openrlhf.config.checks.extras import install_command
 from tests.commands import ROOT
 
 WITHOUT_TORCH = """
@@ -80,9 +80,9 @@ def test_packages_are_judged_by_what_ours_requires():
         finding.subject for finding in examine(online=False) if finding.status == "ok"
     }
     needed = inspect_package(Package("no-such-package", "everything"))
-    assert (needed.status, needed.fix) == ("broken", f"{pip_install()} .")
+    assert (needed.status, needed.fix) == ("broken", install_command())
     optional = inspect_package(Package("no-such-package", "speed", "liger"))
-    missing = f"not installed (speed): {pip_install()} '.[liger]'"
+    missing = f"not installed (speed): {install_command('liger')}"
     assert optional == Diagnosis("Packages", "no-such-package", missing, "note")
     (server,) = (package for package in PACKAGES if package.name == "fastapi")
     assert server.extra == "view"  # serve would also install what only serve_rm needs

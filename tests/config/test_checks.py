@@ -9,7 +9,7 @@ import pytest
 
 import openrlhf
 from openrlhf.config.check import RULES, check
-from openrlhf.config.checks.extras import is_editable, pip_install
+from openrlhf.config.checks.extras import install_command
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of, replace_flags
 from openrlhf.config.parser import parse
@@ -891,12 +891,11 @@ def test_a_missing_extra_gives_its_pip_command(workspace):
     said = done.stdout.splitlines()
     assert len(said) == len(NEEDED), done
     for line, (package, extra) in zip(said, NEEDED.values(), strict=True):
-        assert f"needs {package}, which is not installed. Try: pip install '.[{extra}]'" in line
+        assert f"needs {package}, which is not installed. Try: pip install -e '{root}[{extra}]'" in line
 
 
-def test_an_editable_installation_stays_one():
-    assert is_editable('{"dir_info": {"editable": true}, "url": "file:///work"}')
-    assert not is_editable('{"dir_info": {}, "url": "file:///work"}')
-    assert not is_editable('{"archive_info": {}, "url": "file:///work/openrlhf.whl"}')
-    assert not is_editable(None)
-    assert pip_install() in ("pip install", "pip install -e")
+def test_the_pip_command_works_in_any_folder(tmp_path):
+    assert install_command("view", tmp_path) == "pip install 'openrlhf[view]'"  # site-packages
+    assert install_command(root=tmp_path) == "pip install openrlhf"
+    (tmp_path / "pyproject.toml").touch()
+    assert install_command("view", tmp_path) == f"pip install -e '{tmp_path}[view]'"

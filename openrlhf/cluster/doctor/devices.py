@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from openrlhf.cluster.doctor.findings import Diagnosis, size
-from openrlhf.config.checks.extras import pip_install
+from openrlhf.config.checks.extras import install_command
 
 AREA = "Devices"
 LITTLE = 0.5  # share of a GPU's memory that should be free at the start of a run
@@ -19,7 +19,7 @@ def device_findings() -> Iterator[Diagnosis]:
     try:
         import torch
     except ImportError as error:
-        yield Diagnosis(AREA, "PyTorch", f"cannot be imported: {error}", "broken", f"{pip_install()} .")
+        yield Diagnosis(AREA, "PyTorch", f"cannot be imported: {error}", "broken", install_command())
         return
     except OSError as error:  # a library of the CUDA build is missing
         reinstall = "pip install --force-reinstall torch"

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
 from openrlhf.cluster.doctor.findings import Diagnosis
-from openrlhf.config.checks.extras import pip_install
+from openrlhf.config.checks.extras import install_command
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -66,8 +66,8 @@ def inspect_package(package: Package) -> Diagnosis:
     installed = installed_version(package.name)
     if installed is None:
         if package.extra is None:
-            return Diagnosis(AREA, package.name, f"missing ({package.use})", "broken", f"{pip_install()} .")
-        install = f"{pip_install()} '.[{package.extra}]'" if package.ours else f"pip install {package.name}"
+            return Diagnosis(AREA, package.name, f"missing ({package.use})", "broken", install_command())
+        install = install_command(package.extra) if package.ours else f"pip install {package.name}"
         return Diagnosis(AREA, package.name, f"not installed ({package.use}): {install}", "note")
     requirement = requirement_of(package.name)
     if requirement is not None and not requirement.specifier.contains(installed, prereleases=True):

@@ -1,15 +1,15 @@
 """Rules about optional packages: if a flag needs a missing package, the error contains the pip command."""
 
-import json
-from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
+import shlex
 from importlib.util import find_spec
+from pathlib import Path
 
 from openrlhf.config.commands import BatchInferenceConfig, RLConfig, ServeRMConfig, ViewConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
 
+ROOT = Path(__file__).parents[3]  # the folder that contains the package: a checkout, or site-packages
 PACKAGE_OF = {  # by flag
     "load_in_4bit": "bitsandbytes",
     "use_liger_kernel": "liger_kernel",
@@ -22,28 +22,22 @@ EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora", "gguf": "export"}
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
-@cache
-def pip_install() -> str:
-    """Return `pip install`, or `pip install -e` if this package is a link to its checkout, so that it stays one."""
-    try:
-        record = distribution("openrlhf").read_text("direct_url.json")
-    except PackageNotFoundError:
-        record = None
-    return "pip install -e" if is_editable(record) else "pip install"
+def install_command(extra: str | None = None, root: Path = ROOT) -> str:
+    """Return the pip command that installs this package with an extra; it works in any folder.
 
-
-def is_editable(record: str | None) -> bool:
-    """Return whether an installer's direct_url.json (PEP 610) describes an editable installation."""
-    return bool(record) and bool(json.loads(record).get("dir_info", {}).get("editable"))
+    A checkout stays linked (`-e`). If the package is installed, pip only adds the packages of the extra.
+    """
+    brackets = f"[{extra}]" if extra else ""
+    if (root / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{root}{brackets}')}"
+    return f"pip install {shlex.quote(f'openrlhf{brackets}')}"
 
 
 def require(package: str, needed_by: str, extra: str | None = None) -> None:
     """Raise an error with the pip command if a package is not installed, without importing it."""
     if find_spec(package) is None:
         extra = extra or EXTRA_OF.get(package, package)
-        raise MissingExtraError(
-            f"{needed_by} needs {package}, which is not installed", try_this=f"{pip_install()} '.[{extra}]'"
-        )
+        raise MissingExtraError(f"{needed_by} needs {package}, which is not installed", try_this=install_command(extra))
 
 
 def needed_extras_are_installed(config: object) -> None:
