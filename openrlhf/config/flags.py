@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -118,6 +118,12 @@ def without_none(form: object) -> object:
     if get_origin(form) in (Union, types.UnionType):
         (form,) = (member for member in get_args(form) if member is not type(None))
     return form
+
+
+def choices_of(form: object) -> tuple[str, ...]:
+    """Return the values that a flag's type allows; empty if it is not a Literal."""
+    kind = without_none(form)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def summary_of(command: type) -> str:

@@ -13,10 +13,10 @@ import argparse
 import difflib
 import re
 from collections.abc import Collection, Sequence
-from typing import Literal, get_args, get_origin
+from typing import get_args, get_origin
 
 from openrlhf.config.aliases import known_spellings, successor
-from openrlhf.config.flags import Flag, flags_of, typical_use, without_none
+from openrlhf.config.flags import Flag, choices_of, flags_of, typical_use, without_none
 from openrlhf.config.suggestions import suggest
 from openrlhf.errors import ConfigError
 
@@ -102,7 +102,7 @@ def flag_in_full(item: Flag, spellings: Sequence[str]) -> str:
         "section": item.title,
         "default": "" if item.required else default_text(item),
         "required": f"yes; for example --{item.name} {item.required}" if item.required else "",
-        "choices": ", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else "",
+        "choices": ", ".join(choices_of(item.type)),
         "range": item.within.wanted if item.within else "",
         "values": values_text(kind),
         "needs": f"--{item.needs}; without it, this flag has no effect" if item.needs else "",

@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from openrlhf.config.aliases import FALSE, environment_arguments, known_spellings, rewrite, successor
 from openrlhf.config.flag_file import FileEntry, read_flag_file
-from openrlhf.config.flags import Flag, flags_of, in_reading_order, replace_flags, summary_of, without_none
+from openrlhf.config.flags import Flag, choices_of, flags_of, in_reading_order, replace_flags, summary_of, without_none
 from openrlhf.config.help import asked_topic, help_text
 from openrlhf.config.unknown_flags import NEGATIVE_NUMBER, unknown_flags, unknown_words, wrong_choice
 from openrlhf.errors import ConfigError
@@ -142,9 +142,8 @@ def argument_options(item: Flag) -> dict[str, Any]:
     options: dict[str, Any] = {"default": item.default, "help": text.replace("%", "%%")}
     if kind is bool:
         return options | {"nargs": "?", "const": True, "type": to_bool}
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        return options | {"choices": choices, "type": type(choices[0])}
+    if choices := choices_of(item.type):
+        return options | {"choices": choices, "type": str}
     if get_origin(kind) is tuple:
         element, second = get_args(kind)[:2]
         return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": METAVARS[element]}

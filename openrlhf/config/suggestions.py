@@ -20,6 +20,16 @@ class Suggestion:
     note: str = ""
 
 
+# Names used elsewhere that need no counterpart: the command says what to do, and rows are cached by their content.
+UNNEEDED = (
+    "do_train",
+    "stage",
+    "overwrite_cache",
+    "overwrite_output_dir",
+    "preprocessing_num_workers",
+    "plot_loss",
+    "ddp_timeout",
+)
 STEP = "samples per optimizer step over all devices; --micro_train_batch_size is per device"
 SUGGESTIONS = (
     # Model, adapters and precision.
@@ -33,12 +43,17 @@ SUGGESTIONS = (
     Suggestion("lora lora_enable use_lora use_peft peft finetuning_type", "lora_rank", "above 0 trains adapters"),
     Suggestion("lora_target lora_target_modules lora_modules", "target_modules"),
     Suggestion("fp16 fp32 dtype torch_dtype precision", "param_dtype", "bf16, fp16 or fp32"),
+    Suggestion("enable_liger_kernel use_liger liger_kernel", "use_liger_kernel"),
     Suggestion("load_in_8bit quantization quantization_bit qlora", "load_in_4bit", "4-bit is the only quantisation"),
     Suggestion("use_flash_attn use_flash_attention attn_impl fa2", "attn_implementation", "auto is fast on a GPU"),
     # Data.
     Suggestion("data data_path dataset_name dataset_dir train_data train_file train_files", "dataset prompt_data"),
     Suggestion("prompts prompt_dataset", "prompt_data dataset"),
     Suggestion("validation_file eval_file eval_data val_data val_files test_file", "eval_dataset"),
+    Suggestion("val_size validation_split", "eval_dataset", "rows of their own; none are split off the training data"),
+    Suggestion("interleave_probs mix_strategy", "dataset_probs prompt_data_probs"),
+    Suggestion("mask_history", "multiturn", "without it, only the last turn is learned"),
+    Suggestion("train_on_prompt", "pretrain_mode", "learns every token of plain text"),
     Suggestion("max_train_samples num_samples", "max_samples"),
     Suggestion("max_seq_length max_seq_len max_length seq_length cutoff_len block_size model_max_length", "max_len"),
     Suggestion("max_prompt_length prompt_length", "prompt_max_len max_len"),
@@ -109,6 +124,12 @@ SUGGESTIONS = (
     ),
     Suggestion("max_new_tokens", "max_len", "tokens of prompt and response together"),
     Suggestion("max_completion_length max_response_length response_length max_tokens", "max_new_tokens max_len"),
+    Suggestion("pref_beta", "beta"),
+    Suggestion("pref_loss", "ipo", "a switch; sigmoid is the default"),
+    Suggestion("pref_ftx sft_coef", "nll_loss_coef"),
+    Suggestion("dpo_label_smoothing", "label_smoothing"),
+    Suggestion("kto_chosen_weight desirable_weight", "desirable_loss_weight"),
+    Suggestion("kto_rejected_weight undesirable_weight", "undesirable_loss_weight"),
     Suggestion("beta", "init_kl_coef", "weight of the KL to the reference"),
     Suggestion("kl_coef kl_loss_coef kl_beta kl_weight", "init_kl_coef beta", "weight of the KL to the reference"),
     Suggestion("kl_penalty kl_type kl_loss_type", "kl_estimator", "k1, k2 or k3"),

@@ -7,11 +7,10 @@ several of them. `suggestions.py` has the names that other frameworks use.
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 from openrlhf.config.aliases import known_spellings
-from openrlhf.config.flags import flags_of, without_none
-from openrlhf.config.suggestions import suggest, suggest_choice
+from openrlhf.config.flags import choices_of, flags_of
+from openrlhf.config.suggestions import UNNEEDED, suggest, suggest_choice
 from openrlhf.errors import ConfigError
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
@@ -35,13 +34,19 @@ def unknown_words(command: type, words: Sequence[str]) -> ConfigError:
 
 def unknown_flags(command: type, given: Mapping[str, str]) -> ConfigError:
     """Build the error about unknown flags, as typed, with their values."""
-    hints = {flag: what_to_write(command, flag.lstrip("-"), value) for flag, value in given.items()}
-    if len(hints) == 1:
-        ((flag, hint),) = hints.items()
-        return ConfigError(f"{flag} is not a flag of this command", try_this=hint or ALL_FLAGS)
-    *others, last = hints
+    unneeded = [flag for flag in given if flag.lstrip("-") in UNNEEDED]
+    hints = {
+        flag: what_to_write(command, flag.lstrip("-"), value) for flag, value in given.items() if flag not in unneeded
+    }
+    if len(given) == 1:
+        (flag,) = given
+        fix = "leave it out, since nothing here needs it" if unneeded else hints[flag] or ALL_FLAGS
+        return ConfigError(f"{flag} is not a flag of this command", try_this=fix)
+    *others, last = given
     fixes = [f"{hint} instead of {flag}" for flag, hint in hints.items() if hint]
-    if len(fixes) < len(hints):
+    if unneeded:
+        fixes.append(f"leave out {', '.join(unneeded)}")
+    if not all(hints.values()):
         fixes.append(ALL_FLAGS)
     return ConfigError(f"{', '.join(others)} and {last} are not flags of this command", try_this="; ".join(fixes))
 
@@ -50,7 +55,7 @@ def what_to_write(command: type, name: str, value: str) -> str | None:
     """Return our flag for a name used elsewhere, with its value if that has another name, too; else similar flags."""
     flags = flags_of(command)
     if suggested := suggest(name, flags):
-        choices = get_args(without_none(flags[suggested.flag].type))
+        choices = choices_of(flags[suggested.flag].type)
         with_value = suggest_choice(suggested.flag, value, choices) if value and choices else None
         return with_value or str(suggested)
     known = ["config", *known_spellings(command)]

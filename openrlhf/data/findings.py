@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.sections.data import PairFlags, TemplateFlags
+from openrlhf.config.sections.data import PairFlags, TemplateFlags, split_names
 from openrlhf.data.records import Records
 from openrlhf.data.report import CHECKED, DataReport, Finding
 
-PROMPT_FIELDS = ("prompt", "question", "instruction", "query", "input")
+PROMPT_FIELDS = ("prompt", "question", "instruction", "query", "input", "conversations", "messages")
 LABEL_FIELDS = ("label", "answer", "ground_truth", "solution", "target", "reference", "expected")
 # Text that chat templates write around messages; data that contains it has already been formatted.
 CHAT_MARKUP = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "[INST]", "<｜User｜>")
@@ -37,8 +37,17 @@ def field_findings(
     rows: Sequence[FieldValues], fields: Sequence[str | None], template: TemplateFlags
 ) -> tuple[Finding | None, ...]:
     """Return the findings that any command with a template may have, from the fields that it reads."""
-    texts = [text for row in rows for field in fields if field for text in texts_in(row.get(field))]
-    return messages_as_text(texts), formatted_twice(texts, template)
+    names = [name for field in fields for name in split_names(field)]
+    texts = [text for row in rows for name in names for text in texts_in(row.get(name))]
+    return unknown_field(rows, names), messages_as_text(texts), formatted_twice(texts, template)
+
+
+def unknown_field(rows: Sequence[FieldValues], names: Sequence[str]) -> Finding | None:
+    """Find a field that no row has; rows may lack the later fields of a list such as `instruction,input`."""
+    for name in names:
+        if rows and not any(name in row for row in rows):
+            return Finding(f"none of the first {len(rows)} rows has a field {name!r}", "check its spelling")
+    return None
 
 
 def texts_in(value: object) -> Iterator[str]:

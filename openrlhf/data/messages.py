@@ -1,8 +1,9 @@
 """Convert conversations from the common dataset formats to messages with role and content.
 
 OpenAI-style messages, ShareGPT messages (`from`, `value`) and plain text are accepted; tool calls and tool descriptions
-may be objects or JSON text. `read_text`, `read_messages` and `read_tools` read a dataset row, and
-`templates.Chat` renders the result. `agents.chat` uses `read_message` for the requests of OpenAI clients.
+may be objects or JSON text. The texts of several fields, such as Alpaca's `instruction` and `input`, are joined.
+`read_text`, `read_messages` and `read_tools` read a dataset row, and `templates.Chat` renders the result. `agents.chat`
+uses `read_message` for the requests of OpenAI clients.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.config.sections.data import split_names
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.records import Place, Record, describe
 
@@ -53,9 +55,21 @@ def says_something(message: Message) -> bool:
     return bool(str(message["content"]).strip() or message.get("tool_calls"))
 
 
+def read_field(record: Record, field: str, flag: str) -> object:
+    """Return the value of a field, or the texts of several (`instruction,input`) joined by line breaks.
+
+    Of several fields, only the first must exist; empty texts are left out.
+    """
+    if field in record.row or "," not in field:
+        return record.value(field, flag)
+    first, *others = split_names(field)
+    texts = [record.text(first, flag), *(record.text(name, flag) for name in others if name in record.row)]
+    return "\n".join(text for text in texts if text)
+
+
 def read_messages(record: Record, field: str, flag: str, *, speaker: str | None = None) -> list[Message]:
-    """Read a message list from the field that a flag names; with `speaker`, plain text is one message of that role."""
-    value = record.value(field, flag)
+    """Read a message, or a list of them, from a field; with `speaker`, plain text is one message of that role."""
+    value = read_field(record, field, flag)
     if speaker is not None and (value is None or isinstance(value, str)):
         return [{"role": speaker, "content": value or ""}]
     if value is None:
@@ -64,6 +78,8 @@ def read_messages(record: Record, field: str, flag: str, *, speaker: str | None 
         own = "--output_key FIELD for the response" if flag == "--input_key" else "--prompt_key FIELD for the prompt"
         fix = f"{own}, if it has its own field, or remove --apply_chat_template"
         raise record.at(field).mismatch("a message list", value, try_this=fix)
+    if isinstance(value, Mapping):  # a single message, such as the `chosen` of a LLaMA-Factory pair
+        value = [value]
     if not isinstance(value, list):
         raise record.at(field).mismatch("a message list" if speaker is None else "text or a message list", value)
     return [read_message(item, record.at(field)) for item in value]
@@ -71,10 +87,14 @@ def read_messages(record: Record, field: str, flag: str, *, speaker: str | None 
 
 def read_text(record: Record, field: str, flag: str) -> str:
     """Read the text that a plain template is filled with; the error for a message list suggests the chat template."""
-    value = record.value(field, flag)
-    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        raise record.at(field).mismatch("text", value, try_this="--apply_chat_template, which formats messages")
-    return record.text(field, flag)
+    value = read_field(record, field, flag)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    is_chat = isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    fix = "--apply_chat_template, which formats messages" if is_chat else None
+    raise record.at(field).mismatch("text", value, try_this=fix)
 
 
 def read_message(item: object, place: Place) -> Message:

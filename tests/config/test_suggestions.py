@@ -70,6 +70,29 @@ def test_a_key_of_a_file_gets_the_same_answer(tmp_path):
         parse(COMMANDS["train_sft"], ["--config", str(tmp_path / "run.yaml")], environ={})
 
 
+LLAMA_FACTORY = """
+model_name_or_path: ./model
+stage: dpo
+do_train: true
+lora_rank: 8
+lora_target: all
+pref_beta: 0.1
+overwrite_cache: true
+"""
+
+
+def test_a_file_of_llama_factory_is_answered_key_by_key(tmp_path):
+    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
+    with pytest.raises(ConfigError) as caught:
+        parse(COMMANDS["train_dpo"], ["--config", str(tmp_path / "run.yaml")], environ={})
+    assert str(caught.value).endswith(
+        "lines 2, 3, 4, 6, 7 and 8: --model_name_or_path, --stage, --do_train, --lora_target, --pref_beta and"
+        " --overwrite_cache are not flags of this command. Try: --pretrain instead of --model_name_or_path;"
+        " --target_modules instead of --lora_target; --beta instead of --pref_beta;"
+        " leave out --stage, --do_train, --overwrite_cache"
+    )
+
+
 def refusal(command, *argv):
     with pytest.raises(ConfigError) as caught:
         parse(COMMANDS[command], argv, environ={})
@@ -77,6 +100,7 @@ def refusal(command, *argv):
 
 
 def test_all_unknown_flags_are_answered_together():
+    assert refusal("train_sft", "--do_train").endswith("Try: leave it out, since nothing here needs it")
     assert refusal("train_sft", "--lr", "1e-5", "--seed", "1", "-epochs", "2", "--xyzzy", "-1", "--zero=3") == (
         "--lr, -epochs, --xyzzy and --zero are not flags of this command. Try: --learning_rate instead of --lr;"
         " --max_epochs (passes over the data) instead of -epochs; --zero_stage instead of --zero;"

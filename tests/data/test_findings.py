@@ -3,7 +3,14 @@
 import pytest
 
 from openrlhf.config.sections.data import PairFlags, TemplateFlags
-from openrlhf.data.findings import formatted_twice, lost_text, messages_as_text, missing_labels, unused_prompt
+from openrlhf.data.findings import (
+    formatted_twice,
+    lost_text,
+    messages_as_text,
+    missing_labels,
+    unknown_field,
+    unused_prompt,
+)
 from tests.data.chat_words import word_tokenizer
 from tests.tiny import character_tokenizer, make_tokenizer
 
@@ -38,6 +45,13 @@ def test_a_prompt_field_without_its_flag_is_reported():
     rows = [{"prompt": "one", "chosen": "two", "rejected": "three"}]
     assert unused_prompt(rows, PairFlags()).try_this == "--prompt_key prompt"
     assert unused_prompt(rows, PairFlags(prompt_key="prompt")) is None
+
+
+def test_a_field_that_no_row_has_is_reported():
+    rows = [{"instruction": "add", "input": "2"}, {"instruction": "add"}]
+    assert unknown_field(rows, ["instruction", "input"]) is None
+    assert unknown_field(rows, ["instruction", "inputs"]).problem == "none of the first 2 rows has a field 'inputs'"
+    assert unknown_field([], ["instruction"]) is None
 
 
 @pytest.mark.parametrize(

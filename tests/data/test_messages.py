@@ -3,7 +3,7 @@
 import pytest
 
 from openrlhf.config.sections.data import TemplateFlags
-from openrlhf.data.messages import read_messages, read_tools
+from openrlhf.data.messages import read_messages, read_text, read_tools
 from openrlhf.data.templates import open_chat
 from openrlhf.errors import DataError
 from tests.data.chat_words import TOOLS, assistant, user, word_tokenizer
@@ -26,6 +26,21 @@ def read(records, value, **more):
 def test_text_becomes_a_message_of_the_given_role(records):
     assert read(records, "one", speaker="user") == [user("one")]
     assert read(records, None, speaker="assistant") == [assistant("")]
+
+
+def test_texts_of_several_fields_are_joined(records):
+    rows = ({"a": "one", "b": "two"}, {"a": "one", "b": ""}, {"a": "one", "b": None}, {"a": "one"})
+    assert [read_text(record, "a,b", "--input_key") for record in records(*rows)] == ["one\ntwo", *["one"] * 3]
+    (record,) = records({"a": "one", "b": "two"})
+    assert read_messages(record, "a, b", "--prompt_key", speaker="user") == [user("one\ntwo")]
+    with pytest.raises(DataError, match="no field 'c'"):
+        read_text(record, "c,b", "--input_key")
+    (odd,) = records({"a,b": "three"})  # a field with a comma in its name
+    assert read_text(odd, "a,b", "--input_key") == "three"
+
+
+def test_a_single_message_needs_no_list(records):
+    assert read(records, {"from": "gpt", "value": "two"}, speaker="assistant") == [assistant("two")]
 
 
 def test_messages_keep_their_keys_except_nulls(records):

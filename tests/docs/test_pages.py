@@ -145,7 +145,7 @@ def texts_of(path):
 def test_migration_names_arguments_of_trl():
     """The first column of TRL's tables, looked up in its sources: importing it would take seconds."""
     page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
-    section = page.partition("## From TRL")[2].partition("## From verl")[0]
+    section = page.partition("## From TRL")[2].partition("## From LLaMA-Factory")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert len(names) > 40

@@ -14,6 +14,9 @@ def split_names(text: str | None) -> tuple[str, ...]:
     return tuple(item.strip() for item in (text or "").split(",") if item.strip())
 
 
+INPUT_HELP = "Field with the prompt: text or messages; commas join the texts of several, as in instruction,input."
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFlags:
     """Evaluation data"""
@@ -74,7 +77,7 @@ class TemplateFlags:
 class ResponseFlags:
     """Fields"""
 
-    input_key: str = flag("input", "Field with the prompt: text or a list of messages.", essential=True)
+    input_key: str = flag("input", INPUT_HELP, essential=True)
     output_key: str | None = flag(None, "Field with the response.", essential=True)
 
 
@@ -109,7 +112,7 @@ class PairFlags:
     """Fields"""
 
     prompt_key: str | None = flag(
-        None, "Field with the prompt (default: chosen and rejected responses contain it).", essential=True
+        None, "Field with the prompt, as text or messages (default: chosen and rejected contain it).", essential=True
     )
     chosen_key: str = flag("chosen", "Field with the preferred response.", essential=True)
     rejected_key: str = flag("rejected", "Field with the rejected response.", essential=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, Range, flag
-from openrlhf.config.sections.data import SourceFlags
+from openrlhf.config.sections.data import INPUT_HELP, SourceFlags
 from openrlhf.config.sections.training import ZERO_STAGE
 
 PORT = Range("above 0 and at most 65535", lambda value: 0 < value <= 65535)
@@ -82,7 +82,7 @@ class BatchDataFlags(SourceFlags):
         essential=True,
     )
     max_len: int = flag(2048, "Maximum tokens per sample when scoring.", POSITIVE)
-    input_key: str = flag("input", "Field with the prompt.", essential=True)
+    input_key: str = flag("input", INPUT_HELP, essential=True)
     output_key: str = flag("output", "Field with the response.", essential=True)
 
 

@@ -17,7 +17,7 @@ from openrlhf.config.flags import (
     flag,
 )
 from openrlhf.config.in_memory import is_in_memory
-from openrlhf.config.sections.data import EvaluationFlags, split_names
+from openrlhf.config.sections.data import INPUT_HELP, EvaluationFlags, split_names
 
 GENERATE_MAX_LEN = 1024
 
@@ -44,7 +44,7 @@ class PromptFlags(EvaluationFlags):
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --prompt_data."
     )
-    input_key: str = flag("input", "Field with the prompt: text or a list of messages.", essential=True)
+    input_key: str = flag("input", INPUT_HELP, essential=True)
     label_key: str | None = flag(None, "Field passed to the reward function or agent as the label.", essential=True)
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: prompts are prepared before training.", NOT_NEGATIVE)
