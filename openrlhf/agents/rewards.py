@@ -41,7 +41,7 @@ class FileRewards:
         )
 
     async def score(self, group: Samples) -> list[Scored | RewardError]:
-        """Score the samples of a prompt; find those that fail."""
+        """Score the samples of one prompt, and return an error for each one that fails."""
         return await (self.score_alone(group) if self.batches.most == 1 else self.batches.score(group))
 
     async def call(self, samples: Samples) -> list[Scored | RewardError]:
@@ -52,9 +52,9 @@ class FileRewards:
         return read_scores((await self.pools.call(given)).result, samples, self.origin)
 
     async def score_alone(self, group: Samples) -> list[Scored | RewardError]:
-        """Score the samples of a prompt in a call of their own; if it fails, find the failing samples.
+        """Score the samples of one prompt in one call; if it fails, find the samples that make it fail.
 
-        These are scored one by one, and the rest together, since reward_func may compare them.
+        Each sample is tried alone. Those that work are then scored together, since reward_func may compare them.
         """
         try:
             return await self.call(group)

@@ -97,7 +97,7 @@ def per_sample(values: object, count: int, name: str) -> list[object]:
 
 
 def read_number(value: object, name: str) -> float:
-    """Return a finite number; a list of one number is accepted, too."""
+    """Return a finite number; a list of one number is also accepted."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float):

@@ -235,6 +235,6 @@ def match_completions(
                     break
             else:
                 raise RolloutError(
-                    f"{reason}, and the tokens of action range ({start}, {end}) differ from those of the engine",
+                    f"{reason}, and the tokens of action range ({start}, {end}) were not sampled by the engine",
                     try_this=advice,
                 )

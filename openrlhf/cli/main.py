@@ -23,7 +23,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Merge and export": ("lora_combiner", "export"),
 }
 OTHER = "Other"
-# Commands that have no config of their own, but take another command's name and flags.
+# Commands that take the name and the flags of another command: `openrlhf preview train_sft --dataset ...`.
 WRAPPERS = {
     "preview": "Show the data of a command as its model would see it.",
     "plan": "Predict the memory and time of a training command, and which flags to change.",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     """List the commands, print the version, or pass the remaining arguments to a command."""
     words = list(argv)
     if words[:1] == ["help"] and len(words) > 1:  # `openrlhf help train_sft lora` is `openrlhf train_sft --help lora`
-        named = 3 if words[1] in WRAPPERS else 2  # the command that is wrapped belongs to its name
+        named = 3 if words[1] in WRAPPERS else 2  # keep `preview train_sft` together
         words = [*words[1:named], "--help", *words[named:]]
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(list_commands())

@@ -1,10 +1,10 @@
 """FLOPs of a training step, counted from sizes alone, as in PaLM (Chowdhery et al. 2022, appendix B).
 
-A weight matrix costs 2 FLOPs per parameter and token in the forward pass, as much again for the gradient of its input,
-and as much again for its own gradient, which frozen matrices under LoRA do not need. Causal attention over s tokens
-multiplies queries with s / 2 keys and values on average. The head counts only for target tokens, and embeddings, which
-are looked up, do not count. Recomputed activations and padding do not count either: they take time and are not useful.
-A prompt that several samples share counts once if it is computed once.
+A weight matrix costs 2 FLOPs per parameter and token in the forward pass. The backward pass costs 2 more for the
+gradient of the input and 2 more for the gradient of the weights, which frozen matrices under LoRA do not need. In
+causal attention over s tokens, a query meets s / 2 keys on average. The vocabulary head counts for target tokens only.
+Embeddings are looked up, so they do not count; nor do recomputed activations and padding, which are not useful work. A
+prompt that several samples share counts once if it is computed once.
 
 Runs report their utilization with these counts (`training/utilization.py`), and plans predict seconds with them.
 """
@@ -22,17 +22,17 @@ from openrlhf.types import Batch
 
 @dataclass(frozen=True)
 class MatrixSizes:
-    """Sizes of a network that determine its FLOPs: parameters that each token is multiplied with, and attention."""
+    """Sizes of a network that determine its FLOPs: the parameters of its matrices, and the width of its attention."""
 
     trained: float  # parameters of trained matrices, without the vocabulary head
-    frozen: float  # those of frozen matrices, such as the ones that adapters are added to
+    frozen: float  # parameters of frozen matrices, such as the base weights under LoRA
     trained_head: float  # parameters of the vocabulary head, if it is trained
     frozen_head: float
     attention: float  # layers x heads x head size
 
     @classmethod
     def of(cls, network: Network) -> MatrixSizes:
-        """Count the parameters; of a mixture of experts, only as many experts as a token is routed to."""
+        """Count the parameters; in a mixture of experts, count only the experts that a token is routed to."""
         decoder, config = network.decoder, network.decoder.config.get_text_config()
         embedding = getattr(decoder.get_input_embeddings(), "weight", None)
         head = getattr(decoder.get_output_embeddings(), "weight", None)  # None for a scalar head
@@ -43,7 +43,7 @@ class MatrixSizes:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 keeps only a shard
             if len(shape) < 2 or (parameter is embedding and parameter is not head):
                 continue
-            count = float(shape.numel()) * (2 if parameter.dtype == torch.uint8 else 1)  # 4-bit weights: two in a byte
+            count = float(shape.numel()) * (2 if parameter.dtype == torch.uint8 else 1)  # two 4-bit weights per byte
             count *= active if ".experts." in name else 1.0
             sizes[("trained" if parameter.requires_grad else "frozen") + ("_head" if parameter is head else "")] += (
                 count
@@ -54,10 +54,10 @@ class MatrixSizes:
 
 
 class StepSize(NamedTuple):
-    """What the FLOPs of a step are proportional to."""
+    """Counts that determine the FLOPs of a step."""
 
     tokens: float
-    pairs: float  # of a query and a key: s^2 / 2 for a sequence of s tokens
+    pairs: float  # pairs of a query and a key: s^2 / 2 for a sequence of s tokens
     targets: float
 
     @classmethod

@@ -39,7 +39,7 @@ class LocalFrozen(Frozen):
 
 
 class MasterBackend(TrainBackend):
-    """Trains with a `MasterOptimizer` and, in fp16, a `LossScale`; a subclass places the network on devices."""
+    """Base of the backends with a `MasterOptimizer` and, in fp16, a `LossScale`; subclasses place the network."""
 
     optimizer: MasterOptimizer
     loss_scale: LossScale | None
@@ -99,7 +99,7 @@ class MasterBackend(TrainBackend):
 
 
 class LocalBackend(MasterBackend):
-    """Trains one network on one device in one process."""
+    """Train a network in one process, on one device."""
 
     def __init__(
         self,

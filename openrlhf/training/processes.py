@@ -121,7 +121,8 @@ def collectives_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-@end_at_first_signal()  # if another process died, the launcher asks this one to end, which waits for it in C++
+# If another process dies, the launcher sends SIGTERM to this one, whose wait in C++ no exception can interrupt.
+@end_at_first_signal()
 def join_process_group(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
     """Join torch's default process group through a store that listens on MASTER_ADDR only.
 

@@ -119,7 +119,7 @@ def test_first_token_is_never_an_action():
         ({"action_ranges": []}, "no action within 100 tokens"),
         ({"rollout_log_probs": [0.0]}, "1 value for 7 observation_tokens"),
         ({"rollout_log_probs": "none"}, "'none' (str)"),
-        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "differ from those of the engine"),
+        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "were not sampled by the engine"),
     ],
 )
 def test_malformed_episode_is_reported(changes, message):
@@ -160,5 +160,5 @@ def test_each_token_has_the_temperature_of_its_turn():
 def test_tokens_that_the_engine_did_not_sample_cannot_have_several_temperatures():
     other = {"observation_tokens": [11, 12, 29, 22, 31, 32, 23]}
     assert temperatures([0.5, 0.5], **other).tolist() == [1.0, 1.0, 0.5, 0.5]  # all turns have the same
-    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) differ from those of the engine"):
+    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) were not sampled by the engine"):
         temperatures([2.0, 0.5], **other)
