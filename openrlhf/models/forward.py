@@ -23,7 +23,15 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
-from openrlhf.models.inputs import CallLayout, DecoderCall, packed_call, padded_call, shared_call, single_calls
+from openrlhf.models.inputs import (
+    Arguments,
+    CallLayout,
+    DecoderCall,
+    packed_call,
+    padded_call,
+    shared_call,
+    single_calls,
+)
 from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch, SharedPrefixes
 
@@ -351,7 +359,7 @@ def rows_of_batch(calls: Sequence[DecoderCall], outputs: Sequence[Tensor], batch
     return rows
 
 
-def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
+def _shared_inputs(packed: Arguments, share: Share) -> Arguments:
     """Return the inputs for this process's tokens of a packed row.
 
     Padding tokens at the end of the row form a separate sequence, whose outputs are not used.

@@ -27,9 +27,8 @@ from torch import Tensor
 from openrlhf.types import Batch, SharedPrefixes
 
 CallLayout = Literal["packed", "padded", "row by row"]
-Arguments: TypeAlias = dict[
-    str, Any
-]  # keyword arguments of a decoder's forward; the accepted ones depend on the model family
+# Keyword arguments of a decoder's forward; which ones it accepts depends on the model family.
+Arguments: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ Checkpoints with missing weights, which Transformers would initialise at random,
 import re
 from collections.abc import Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +31,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from openrlhf.config.checks.paths import looks_local, nearest_path, split_revision
 from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
-from openrlhf.data.hub import hub_failure, model_is_cached
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.deferred import deferred_weights, load_shell
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
+from openrlhf.models.source import cannot_load, find_source, first_line
 from openrlhf.models.unused import freeze_unused
 from openrlhf.monitor import say
 
@@ -55,9 +53,9 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
     """Load a tokenizer; if it has no pad token, use EOS as the pad token."""
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(**_source(name, loading))
+        tokenizer: Any = AutoTokenizer.from_pretrained(**find_source(name, loading))
     except (OSError, ValueError, TypeError) as error:
-        raise _cannot_load("tokenizer", name, error) from None
+        raise cannot_load("tokenizer", name, error) from None
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no EOS token to end a response with")
     if tokenizer.pad_token_id is None:
@@ -68,9 +66,9 @@ def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
 def read_config(name: str, loading: LoadingFlags) -> PretrainedConfig:
     """Read a model's config.json, without its weights."""
     try:
-        return AutoConfig.from_pretrained(**_source(name, loading))
+        return AutoConfig.from_pretrained(**find_source(name, loading))
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", name, error) from None
+        raise cannot_load("model", name, error) from None
 
 
 def usable_length(name: str, config: PretrainedConfig, max_len: int) -> int:
@@ -187,7 +185,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise ConfigError(
-            f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}",
+            f"--target_modules {' '.join(lora.target_modules)}: {first_line(error)}",
             try_this=f"all-linear, or some of {', '.join(sorted(linear))}",
         ) from None
     # Two layers that share a weight cannot both have adapters, because only one adapter can be merged into a weight.
@@ -243,7 +241,7 @@ def _from_pretrained(
         )
         options["device_map"] = {"": device}
     try:
-        source = _source(name, loading)
+        source = find_source(name, loading)
         load = partial(auto_class.from_pretrained, **source, output_loading_info=True, **options)
         shell = load_shell(load, source) if defer else None
         if defer and shell is None:
@@ -255,7 +253,7 @@ def _from_pretrained(
             try_this="--attn_implementation eager",
         ) from None
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise _cannot_load("model", name, error) from None
+        raise cannot_load("model", name, error) from None
     if isinstance(loading, ModelFlags) and vars(model).get("is_loaded_in_4bit"):
         # Keep 4-bit weights in the layout that supports a backward pass on CPUs. With AVX512-BF16, bitsandbytes would
         # permanently repack them for inference at the first forward in eval mode, and its kernel for that layout
@@ -269,36 +267,3 @@ def _from_pretrained(
     if uses_liger(loading, model.config.model_type, device):
         apply_liger(model)
     return model, report["missing_keys"]
-
-
-def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for a local folder or a hub name, which may have a revision.
-
-    With --use_ms, ModelScope downloads the model to a local folder.
-    """
-    where, revision = split_revision(name)
-    pinned = {"revision": revision} if revision is not None else {}
-    source: dict[str, Any] = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
-    if looks_local(where):
-        return source | {"pretrained_model_name_or_path": str(Path(where).expanduser())}
-    if loading.use_ms and not Path(where).is_dir():
-        from modelscope import snapshot_download  # pyrefly: ignore[missing-import]
-
-        return source | {"pretrained_model_name_or_path": snapshot_download(where, **pinned)}
-    if not Path(where).exists() and (failure := hub_failure()):
-        if not model_is_cached(where, revision):
-            fix = nearest_path(where) or "a folder on this machine, or HF_ENDPOINT with the address of a mirror"
-            raise ConfigError(f"{where} is neither a local folder nor in the cache, and {failure}", try_this=fix)
-        source["local_files_only"] = True  # otherwise the client retries for most of a minute before it looks there
-    return source | pinned
-
-
-def _cannot_load(what: str, name: str, error: Exception) -> ConfigError:
-    if isinstance(error, ConfigError):  # raised by `_source`, with a complete message
-        return error
-    nor_here = "" if Path(name).exists() else f" There is no local folder {name} either."
-    return ConfigError(f"cannot load the {what} {name}: {_first_line(error)}{nor_here}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ from torch.autograd.function import once_differentiable
 
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError, counted
+from openrlhf.models.chunks import AutogradContext
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-AutogradContext: TypeAlias = Any  # the ctx of a torch.autograd.Function, which accepts any attribute
 RINGABLE_LAYERS = {"full_attention", "sliding_attention"}
 ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # angles depend on the last position, which another process may hold
 

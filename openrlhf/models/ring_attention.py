@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.models.blocks import AttentionResult, Scoring, attend, block_gradients, merge
-from openrlhf.models.ring import AutogradContext, Exchange, Share
+from openrlhf.models.chunks import AutogradContext
+from openrlhf.models.ring import Exchange, Share
 
 Heads = tuple[slice, slice]  # (all tokens, some heads)
 

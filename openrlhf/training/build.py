@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +61,7 @@ def evaluation_values(metrics: Metrics) -> dict[str, float]:
     return {EVALUATION_NAMES.get(name, name): value for name, value in values.items()} | dashboard
 
 
+AnyObjective: TypeAlias = SupervisedObjective[Any, Any, Any]  # the rows and batches depend on the command
 EVALUATION_NAMES = {**dict.fromkeys(LOSS_NAMES, "eval_loss"), "acc": "acc_mean"}
 
 
@@ -78,7 +79,7 @@ class Built:
     """The backend and objective of a supervised run."""
 
     backend: TrainBackend
-    objective: SupervisedObjective[Any, Any, Any]  # the kinds of rows and batches depend on the command
+    objective: AnyObjective
     summarise: Summary = evaluation_values  # converts the metrics of an evaluation to the values to log
     on_evaluated: Evaluated | None = None  # called with those values
 
@@ -233,7 +234,7 @@ def make_objective(
     backend: TrainBackend,
     *,
     soft_labels: bool,
-) -> SupervisedObjective[Any, Any, Any]:
+) -> AnyObjective:
     """Return the objective of the command, and load its frozen model if it has one."""
     aux, network = config.model.aux_loss_coef, backend.network
     match config:

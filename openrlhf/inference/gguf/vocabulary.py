@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +28,8 @@ SPACE = "▁"  # SentencePiece writes spaces with this character
 # Splitting expressions of byte-level tokenizers -> name of the rule in llama.cpp.
 CONTRACTIONS, WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# A step of the normalizer or pre-tokenizer in tokenizer.json; its keys depend on its type.
+Step: TypeAlias = Mapping[str, Any]
 SPLITS = {
     rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{REST}": "llama-bpe",
     rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{REST}": "qwen2",
@@ -57,8 +59,8 @@ class TokenizerFile(TypedDict):
 
     model: BPEModel
     added_tokens: Sequence[AddedToken]
-    normalizer: Mapping[str, Any] | None  # the keys of a step depend on its type
-    pre_tokenizer: Mapping[str, Any] | None
+    normalizer: Step | None
+    pre_tokenizer: Step | None
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,9 @@ def tokens_and_types(parts: TokenizerFile, size: int) -> tuple[list[str], list[T
     return tokens, types
 
 
-def split_rule(pre_tokenizer: Mapping[str, Any] | None) -> str:
+def split_rule(pre_tokenizer: Step | None) -> str:
     """Return llama.cpp's name of the rule by which a byte-level tokenizer splits text into words."""
-    steps: list[Mapping[str, Any]] = []
+    steps: list[Step] = []
     if pre_tokenizer is not None:
         steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step["type"] for step in steps]
