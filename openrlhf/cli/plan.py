@@ -1,14 +1,11 @@
 """Predict the memory and time of a training command: `openrlhf plan COMMAND [the command's flags] [--gpus 8xH100]`."""
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from openrlhf.cli.entry import command
-from openrlhf.cli.wrapped import wrapped_command
+from openrlhf.cli.wrapped import run_in_main_process, wrapped_command
 from openrlhf.config.plan import PLANNED, parse_plan
-from openrlhf.monitor import is_main_process
-from openrlhf.signals import interrupt_on_signals
 
 USAGE = f"""openrlhf plan COMMAND [the command's flags] [--gpus 8xH100] [--nodes N]
 
@@ -22,14 +19,10 @@ Commands: {", ".join(PLANNED)}
 @command
 def main(argv: Sequence[str]) -> None:
     """Plan the command that the first argument names."""
-    if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE)
-        return
-    name = wrapped_command("plan", argv, PLANNED, "a training command")
-    config, flags = parse_plan(name, argv[1:])
-    if is_main_process():  # a launcher's other processes would print the same
-        with interrupt_on_signals():
-            import_module("openrlhf.training.plan_command").run(name, config, flags)
+    name = wrapped_command("plan", argv, USAGE, PLANNED, "a training command")
+    if name is not None:
+        config, flags = parse_plan(name, argv[1:])
+        run_in_main_process(lambda: import_module("openrlhf.training.plan_command").run(name, config, flags))
 
 
 if __name__ == "__main__":

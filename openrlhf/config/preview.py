@@ -1,13 +1,12 @@
 """Flags of `openrlhf preview COMMAND`: those of the command, and a few for the preview itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass
 
 from openrlhf.config.check import check_data
-from openrlhf.config.checks.common import numbers_are_in_range
 from openrlhf.config.commands import COMMANDS, BatchInferenceConfig, RLConfig, SupervisedConfig
-from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, flag, section
-from openrlhf.config.parser import parse
+from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, flag
+from openrlhf.config.wrapper import parse_both
 
 ReadsData = SupervisedConfig | RLConfig | BatchInferenceConfig
 PREVIEWED: dict[str, type[ReadsData]] = {
@@ -25,20 +24,6 @@ class PreviewFlags:
 
 def parse_preview(name: str, argv: Sequence[str]) -> tuple[ReadsData, PreviewFlags]:
     """Parse and check the flags of `openrlhf preview NAME`; return the command's config and the preview's flags."""
-    command = PREVIEWED[name]
-    config = parse(with_preview_flags(command), argv, prog=f"openrlhf preview {name}")
-    numbers_are_in_range(config)
-    own = command(**{part.name: getattr(config, part.name) for part in fields(command)})
-    return check_data(own), config.preview
-
-
-def with_preview_flags(command: type[ReadsData]) -> type:
-    """Return a copy of a command's config with one more section."""
-    return make_dataclass(
-        command.__name__,
-        [("preview", PreviewFlags, section(PreviewFlags))],
-        bases=(command,),
-        namespace={"__doc__": "Show the data of this command as its model would see it, without loading the model."},
-        frozen=True,
-        kw_only=True,
-    )
+    summary = "Show the data of this command as its model would see it, without loading the model."
+    config, own = parse_both(PREVIEWED[name], PreviewFlags, argv, prog=f"openrlhf preview {name}", summary=summary)
+    return check_data(config), own

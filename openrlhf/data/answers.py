@@ -22,7 +22,7 @@ from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport
 from openrlhf.data.responses import mark_response
 from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, build_rows
-from openrlhf.data.templates import open_chat
+from openrlhf.data.templates import open_format
 from openrlhf.data.tokens import check_tokenizer, encode
 from openrlhf.errors import DataError, counted
 from openrlhf.types import Prompt
@@ -75,14 +75,14 @@ def read_prompts(
     Prompts longer than the budget are truncated at the start, and the report counts them.
     """
     template, sampling = config.template, config.sampling
-    chat = open_chat(tokenizer, template)
+    form = open_format(tokenizer, template)
     indices = count(first_index)  # dropped rows are counted too
     report = DataReport(records.name, budget, cut_at="start")
     report.add(*field_findings(first_rows(records), (config.data.input_key,), template))
 
     def make(record: Record) -> list[Prompt]:
         index = next(indices)
-        text = prompt_text(record, config.data.input_key, chat, template)
+        text = prompt_text(record, config.data.input_key, form)
         if not text.strip():
             raise Dropped(EMPTY_PROMPT)
         if sampling.enable_csft:
@@ -102,12 +102,12 @@ def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: B
     """
     check_tokenizer(tokenizer)
     fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
-    chat = open_chat(tokenizer, config.template)
+    form = open_format(tokenizer, config.template)
     report = DataReport(records.name, Budget(config.data.max_len, "--max_len"))
     report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), config.template))
 
     def make(record: Record) -> list[Answer]:
-        marked = mark_response(record, fields, chat, config.template.input_template)
+        marked = mark_response(record, fields, form)
         start, end = marked.spans[0][0], marked.spans[-1][1]
         encoded = encode(marked, tokenizer, config.data.max_len)
         index = record.row.get(INDEX)

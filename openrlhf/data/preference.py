@@ -21,7 +21,7 @@ from openrlhf.data.report import Budget, DataReport, Finding
 from openrlhf.data.responses import check_fields, mark_plain, mark_response
 from openrlhf.data.row_cache import load_rows
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped, Loaded, encode_response, long_prompt
-from openrlhf.data.templates import Chat, fill, open_chat
+from openrlhf.data.templates import TextFormat, open_format
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
 from openrlhf.types import LabelledRow, PairRow, TokenRow
 
@@ -41,13 +41,12 @@ def preference_rows(
     the response would be cut off.
     """
     check_tokenizer(tokenizer)
-    chat = open_chat(tokenizer, template)
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     first, keys = first_rows(records), (fields.prompt_key, fields.chosen_key, fields.rejected_key)
     report.add(*field_findings(first, keys, template))
     report.add(unused_prompt(first, fields))
-    reader = PairReader(tokenizer, fields, chat, template.input_template, max_len, drop_long_prompts)
-    rows = load_rows(records, reader, report)
+    form = open_format(tokenizer, template)
+    rows = load_rows(records, PairReader(form, fields, max_len, drop_long_prompts), report)
     if report.empty_sides:
         report.add(Finding(f"{report.empty_sides} of {len(rows)} pairs have a side {EMPTY_RESPONSE}"))
     return Loaded(rows, check_texts(report, tokenizer))
@@ -58,20 +57,18 @@ class PairReader:
     """Makes pairs of a chosen and a rejected response."""
 
     kind: ClassVar[type] = PairRow
-    tokenizer: PreTrainedTokenizerBase
+    form: TextFormat
     fields: PairFlags
-    chat: Chat | None
-    input_template: str | None
     max_len: int
     drop_long_prompts: bool
 
     def make(self, record: Record, report: DataReport) -> list[PairRow]:
         fields, max_len = self.fields, self.max_len
         sides = ((fields.chosen_key, "--chosen_key"), (fields.rejected_key, "--rejected_key"))
-        texts = [mark_side(record, fields, side, flag, self.chat, self.input_template) for side, flag in sides]
+        texts = [mark_side(record, fields, side, flag, self.form) for side, flag in sides]
         if texts[0].text == texts[1].text:
             raise Dropped("with chosen equal to rejected")
-        chosen, rejected = (encode(text, self.tokenizer, max_len) for text in texts)
+        chosen, rejected = (encode(text, self.form.tokenizer, max_len) for text in texts)
         if self.drop_long_prompts and max(chosen.prompt_length, rejected.prompt_length) >= max_len - 2:
             raise long_prompt(max_len, max(chosen.length, rejected.length))
         if np.array_equal(chosen.row.input_ids, rejected.row.input_ids):
@@ -80,7 +77,7 @@ class PairReader:
         report.keep((chosen.text, chosen.length), (rejected.text, rejected.length))
         if self.drop_long_prompts:  # a reward model does not learn tokens
             report.without_eos += not (chosen.learns_eos and rejected.learns_eos)
-        report.empty_sides += any(is_empty(text, str(self.tokenizer.eos_token)) for text in texts)
+        report.empty_sides += any(is_empty(text, str(self.form.tokenizer.eos_token)) for text in texts)
         return [row]
 
 
@@ -89,17 +86,16 @@ def is_empty(marked: Marked, eos: str) -> bool:
     return not any(marked.text[begin:end].replace(eos, "").strip() for begin, end in marked.spans)
 
 
-def mark_side(
-    record: Record, fields: PairFlags, side: str, flag: str, chat: Chat | None, input_template: str | None
-) -> Marked:
+def mark_side(record: Record, fields: PairFlags, side: str, flag: str, form: TextFormat) -> Marked:
     """Return the prompt followed by one response, with the response as the learned span.
 
     Without --prompt_key, a conversation contains both, and a plain text is treated as the response.
     """
+    chat = form.chat
     if chat is None:
         prompt = ""
         if fields.prompt_key is not None:
-            prompt = fill(input_template, read_text(record, fields.prompt_key, "--prompt_key"))
+            prompt = form.fill(read_text(record, fields.prompt_key, "--prompt_key"))
         return mark_plain(prompt, read_text(record, side, flag))
     if fields.prompt_key is None:
         messages = read_messages(record, side, flag)
@@ -126,11 +122,11 @@ def labelled_rows(
 ) -> Loaded[LabelledRow]:
     """Make rows for KTO: as for SFT, with a label of 1 (desirable) or 0."""
     check_tokenizer(tokenizer)
-    chat = open_chat(tokenizer, template)
-    check_fields(fields, chat)
+    form = open_format(tokenizer, template)
+    check_fields(fields, form)
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
-    rows = load_rows(records, LabelledReader(tokenizer, fields, chat, template.input_template, max_len), report)
+    rows = load_rows(records, LabelledReader(form, fields, max_len), report)
     if len(rows) > 1 and report.desirable in (0, len(rows)):
         kind = "desirable" if report.desirable else "undesirable"
         report.add(Finding(f"all {len(rows)} responses are {kind}, so there is nothing to tell apart"))
@@ -142,18 +138,16 @@ class LabelledReader:
     """Makes rows of one response with a label."""
 
     kind: ClassVar[type] = LabelledRow
-    tokenizer: PreTrainedTokenizerBase
+    form: TextFormat
     fields: LabelledResponseFlags
-    chat: Chat | None
-    input_template: str | None
     max_len: int
 
     def make(self, record: Record, report: DataReport) -> list[LabelledRow]:
         label = record.value(self.fields.label_key, "--label_key")
         if not isinstance(label, int | float) or label not in (0, 1):
             raise record.at(self.fields.label_key).mismatch("0, 1, true or false", label)
-        marked = mark_response(record, self.fields, self.chat, self.input_template)
-        encoded = encode_response(marked, self.tokenizer, self.max_len, report)
+        marked = mark_response(record, self.fields, self.form)
+        encoded = encode_response(marked, self.form.tokenizer, self.max_len, report)
         report.desirable += bool(label)
         return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
 

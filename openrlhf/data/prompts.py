@@ -22,7 +22,7 @@ from openrlhf.data.report import Budget, DataReport
 from openrlhf.data.row_cache import load_rows
 from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, TooLong, announce
 from openrlhf.data.sources import load_dataset_rows
-from openrlhf.data.templates import Chat, fill, open_chat
+from openrlhf.data.templates import TextFormat, open_format
 from openrlhf.types import Prompt
 
 DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
@@ -93,10 +93,10 @@ def prompt_rows(
     records: Records, tokenizer: PreTrainedTokenizerBase, flags: PromptFlags, template: TemplateFlags, budget: Budget
 ) -> Loaded[Prompt]:
     """Make a Prompt from each row that fits the budget, numbered from 0 without gaps."""
-    chat = open_chat(tokenizer, template)
+    form = open_format(tokenizer, template)
     report = DataReport(records.name, budget)
     report.add(*field_findings(first_rows(records), (flags.input_key,), template))
-    rows = load_rows(records, PromptReader(tokenizer, flags.input_key, flags.label_key, chat, template, budget), report)
+    rows = load_rows(records, PromptReader(form, flags.input_key, flags.label_key, budget), report)
     return Loaded(rows, check_texts(report, tokenizer))
 
 
@@ -105,16 +105,14 @@ class PromptReader:
     """Makes prompts, each with its label and data source."""
 
     kind: ClassVar[type] = Prompt
-    tokenizer: PreTrainedTokenizerBase
+    form: TextFormat
     input_key: str
     label_key: str | None
-    chat: Chat | None
-    template: TemplateFlags
     budget: Budget
 
     def make(self, record: Record, report: DataReport) -> list[Prompt]:
-        text = prompt_text(record, self.input_key, self.chat, self.template)
-        ids: Sequence[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = prompt_text(record, self.input_key, self.form)
+        ids: Sequence[int] = self.form.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise Dropped(EMPTY_PROMPT)
         label = "" if self.label_key is None else record.value(self.label_key, "--label_key")
@@ -126,9 +124,10 @@ class PromptReader:
         return [Prompt(index=index, text=text, input_ids=tuple(ids), label=label, datasource=source)]
 
 
-def prompt_text(record: Record, input_key: str, chat: Chat | None, template: TemplateFlags) -> str:
+def prompt_text(record: Record, input_key: str, form: TextFormat) -> str:
     """Return the prompt as text, rendered with the chat template or the input template."""
+    chat = form.chat
     if chat is None:
-        return fill(template.input_template, read_text(record, input_key, "--input_key"))
+        return form.fill(read_text(record, input_key, "--input_key"))
     messages = read_messages(record, input_key, "--input_key", speaker="user")
     return chat.render(chat.conversation(record, messages), prompt=True).text

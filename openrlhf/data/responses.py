@@ -11,23 +11,23 @@ from openrlhf.config.sections.data import ResponseFlags
 from openrlhf.data.messages import Message, read_messages, read_text, says_something
 from openrlhf.data.records import Record
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped
-from openrlhf.data.templates import Chat, fill
+from openrlhf.data.templates import TextFormat
 from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
 
 
-def check_fields(fields: ResponseFlags, chat: Chat | None) -> None:
+def check_fields(fields: ResponseFlags, form: TextFormat) -> None:
     """Raise if the flags do not name a field for the response."""
-    if chat is None and fields.output_key is None:
+    if form.chat is None and fields.output_key is None:
         raise ConfigError(
             "without a chat template, the response needs its own field",
             try_this="--output_key output, or --apply_chat_template",
         )
 
 
-def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, input_template: str | None) -> Marked:
+def mark_response(record: Record, fields: ResponseFlags, form: TextFormat) -> Marked:
     """Return the full text of a row, with its response as the learned span."""
-    if chat is not None:
+    if form.chat is not None:
         messages = read_conversation(record, fields)
         if messages and messages[-1]["role"] != "assistant":
             raise Dropped(NO_ANSWER)
@@ -35,15 +35,15 @@ def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, inpu
             raise Dropped(EMPTY_PROMPT)
         if not says_something(messages[-1]):
             raise Dropped(EMPTY_RESPONSE)
-        conversation = chat.conversation(record, messages)
-        return chat.mark_response(conversation, len(conversation.messages) - 1)
+        conversation = form.chat.conversation(record, messages)
+        return form.chat.mark_response(conversation, len(conversation.messages) - 1)
     prompt = read_text(record, fields.input_key, "--input_key")
     response = read_text(record, str(fields.output_key), "--output_key")
     if not prompt.strip():
         raise Dropped(EMPTY_PROMPT)
     if not response.strip():
         raise Dropped(EMPTY_RESPONSE)
-    return mark_plain(fill(input_template, prompt), response)
+    return mark_plain(form.fill(prompt), response)
 
 
 def mark_plain(prompt: str, response: str) -> Marked:

@@ -29,7 +29,7 @@ from openrlhf.data.rows import (
     long_prompt,
     long_prompt_reason,
 )
-from openrlhf.data.templates import Chat, RewritesHistory, open_chat
+from openrlhf.data.templates import Chat, RewritesHistory, TextFormat, open_format
 from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
 from openrlhf.errors import ConfigError, counted
 from openrlhf.types import TokenRow
@@ -65,13 +65,13 @@ def open_reader(
         check_fast(tokenizer)
         return TextReader(tokenizer, fields.input_key, max_len)
     check_tokenizer(tokenizer)
-    chat = open_chat(tokenizer, template)
+    form = open_format(tokenizer, template)
     if isinstance(fields, ConversationFlags) and fields.multiturn:
-        if chat is None:
+        if form.chat is None:
             raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
-        return ConversationReader(chat, fields, max_len)
-    check_fields(fields, chat)
-    return ResponseReader(tokenizer, fields, chat, template.input_template, max_len)
+        return ConversationReader(form.chat, fields, max_len)
+    check_fields(fields, form)
+    return ResponseReader(form, fields, max_len)
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,15 @@ class ResponseReader:
     """Makes rows whose response is learned."""
 
     kind: ClassVar[type] = TokenRow
-    tokenizer: PreTrainedTokenizerBase
+    form: TextFormat
     fields: ResponseFlags
-    chat: Chat | None
-    input_template: str | None
     max_len: int
 
     def make(self, record: Record, report: DataReport) -> list[TokenRow]:
-        marked = mark_response(record, self.fields, self.chat, self.input_template)
+        marked = mark_response(record, self.fields, self.form)
         if marked.spans[0][0] == 0:
             raise Dropped(EMPTY_PROMPT)
-        return [encode_response(marked, self.tokenizer, self.max_len, report).row]
+        return [encode_response(marked, self.form.tokenizer, self.max_len, report).row]
 
 
 @dataclass(frozen=True)

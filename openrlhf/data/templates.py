@@ -1,8 +1,9 @@
 """Chat templates: render a conversation and find the character spans that the assistant wrote.
 
-`open_chat` makes a `Chat` from the flags. `Chat.render` returns the text of a prompt; `mark_turns` and `mark_response`
-return the text of a whole conversation with its learned spans. Spans are taken from the template's {% generation %}
-blocks or, without them, found by rendering the conversation up to each turn and comparing prefixes.
+`open_format` makes a `TextFormat` from the flags, with a `Chat` if they ask for a chat template. `Chat.render` returns
+the text of a prompt; `mark_turns` and `mark_response` return the text of a whole conversation with its learned spans.
+Spans are taken from the template's {% generation %} blocks or, without them, found by rendering the conversation up to
+each turn and comparing prefixes.
 """
 
 from __future__ import annotations
@@ -123,6 +124,24 @@ class Chat:
                 try_this="a --tokenizer_chat_template that does neither, or one that marks assistant messages with"
                 " {% generation %}",
             ) from None
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How a row becomes text and tokens: a chat template or, without one, an input template; and the tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: Chat | None  # None without --apply_chat_template
+    input_template: str | None
+
+    def fill(self, text: str) -> str:
+        """Insert text at the {} of the input template."""
+        return fill(self.input_template, text)
+
+
+def open_format(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> TextFormat:
+    """Return the format that the flags select."""
+    return TextFormat(tokenizer, open_chat(tokenizer, settings), settings.input_template)
 
 
 def open_chat(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> Chat | None:

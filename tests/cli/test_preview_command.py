@@ -5,7 +5,8 @@ from transformers import LlamaConfig
 
 from openrlhf.cli.main import main
 from openrlhf.config.flags import flags_of
-from openrlhf.config.preview import PREVIEWED, with_preview_flags
+from openrlhf.config.preview import PREVIEWED, PreviewFlags
+from openrlhf.config.wrapper import with_section
 from tests.commands import as_argv
 from tests.tiny import make_tokenizer
 from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, pairs, steps, verdicts, write_rows
@@ -103,4 +104,4 @@ def test_help_lists_the_commands_and_the_flags_of_both(capsys):
 @pytest.mark.parametrize("command", PREVIEWED)
 def test_a_preview_has_all_flags_of_the_command(command):
     own = flags_of(PREVIEWED[command])
-    assert own.keys() < flags_of(with_preview_flags(PREVIEWED[command])).keys()
+    assert own.keys() < flags_of(with_section(PREVIEWED[command], PreviewFlags, "")).keys()

@@ -19,7 +19,7 @@ from openrlhf.data.report import Budget
 from openrlhf.data.row_key import row_key
 from openrlhf.data.sft import open_reader
 from openrlhf.data.sources import TableRows, load_dataset_rows
-from openrlhf.data.templates import open_chat
+from openrlhf.data.templates import open_format
 from tests.data.chat_words import MARKING, STABLE, word_tokenizer
 from tests.toy_data import write_rows
 
@@ -102,18 +102,18 @@ def test_every_property_of_the_tokenizer_is_in_the_key(change, data):
 
 def readers():
     """Return readers of all kinds that differ in one setting each."""
-    tokenizer, chat = word_tokenizer(), open_chat(word_tokenizer(), CHAT)
-    pair = PairReader(tokenizer, PairFlags(), chat, None, 100, drop_long_prompts=True)
-    labelled = LabelledReader(tokenizer, LabelledResponseFlags(output_key="output"), chat, None, 100)
+    tokenizer, form = word_tokenizer(), open_format(word_tokenizer(), CHAT)
+    pair = PairReader(form, PairFlags(), 100, drop_long_prompts=True)
+    labelled = LabelledReader(form, LabelledResponseFlags(output_key="output"), 100)
     fields = StepFlags(placeholder_token="ки", reward_tokens=("+", "-"))
     step = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), 100)
-    prompt = PromptReader(tokenizer, "input", None, chat, CHAT, BUDGET)
+    prompt = PromptReader(form, "input", None, BUDGET)
     return [
         pair,
         replace(pair, drop_long_prompts=False),
         replace(pair, fields=PairFlags(prompt_key="prompt")),
-        replace(pair, input_template="{}"),
-        replace(pair, chat=None),
+        replace(pair, form=replace(form, input_template="{}")),
+        replace(pair, form=replace(form, chat=None)),
         labelled,
         replace(labelled, fields=LabelledResponseFlags(output_key="output", label_key="good")),
         replace(labelled, max_len=99),
