@@ -1,9 +1,9 @@
 """Python processes that the trainer starts and exchanges messages with: start them, frame messages, end them.
 
-Engines (`rollout/engine_process.py`) and workers for user code (`agents/sandbox/process.py`) are such processes. Each
-has a session of its own, so Ctrl-C in the terminal reaches only the trainer, and can be killed with everything in its
-process group. Messages travel over socket pairs as frames: bytes preceded by their length. The two ends
-choose the encoding: engines run only our own code and exchange pickles; workers run user code and answer in JSON.
+Engines (`rollout/engine_process.py`) and workers for user code (`agents/sandbox/process.py`) run in such processes.
+Each has its own session: Ctrl-C in the terminal reaches only the trainer, which can kill the whole process group.
+Messages travel over socket pairs as frames: bytes preceded by their length. The two ends choose the encoding: engines
+run only our own code and exchange pickles; workers run user code and answer in JSON.
 """
 
 from __future__ import annotations

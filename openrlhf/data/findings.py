@@ -167,7 +167,7 @@ def decode(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def comparable(text: str) -> str:
-    """Reduce text to what any tokenizer should keep: newlines and visible characters, in one form."""
+    """Reduce text to what any tokenizer should keep: newlines and visible characters, case-folded and normalised."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return "".join(character for character in plain if character == "\n" or not character.isspace())
 

@@ -45,7 +45,7 @@ class Segment:
 class ShownSequence:
     """One sequence of tokens of a row as text, in segments."""
 
-    name: str  # "row", "prompt", or, of a pair, "chosen" and "rejected"
+    name: str  # "row", "prompt" or, for a pair, "chosen" and "rejected"
     tokens: int
     marked: int  # tokens in marked segments
     segments: tuple[Segment, ...]

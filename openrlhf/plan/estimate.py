@@ -26,7 +26,7 @@ LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING = (
 PHASES: tuple[Phase, ...] = (LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING)
 Shapes = Mapping[tuple[str, bool], ModelShape]  # by name and whether the head is scalar
 
-CONTEXT_BYTES = 0.6 * GIB  # of a process on a GPU: CUDA, cuBLAS
+CONTEXT_BYTES = 0.6 * GIB  # that CUDA and cuBLAS take in each process on a GPU
 NCCL_BYTES = 0.7 * GIB  # buffers of a process that communicates with others
 RESERVE_SHARE = 0.15  # of passing tensors: memory that PyTorch's allocator holds in pieces too small to use
 MIN_SYNC_BUCKET, MAX_SYNC_BUCKET, BUCKETS_PER_MODEL = 1 << 28, 1 << 30, 16  # rollout/bucket.py
@@ -54,7 +54,7 @@ class GroupMemory:
 
     @property
     def peak(self) -> PhaseMemory:
-        """The phase that needs the most of a device."""
+        """The phase that needs the most device memory."""
         return max(self.phases, key=lambda phase: total(phase.device))
 
     @property

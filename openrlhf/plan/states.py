@@ -64,12 +64,12 @@ class ModelPlace:
 
     @property
     def ranks(self) -> int:
-        """Processes among which ZeRO or FSDP divides."""
+        """Number of processes that ZeRO or FSDP shards over."""
         return max(1, self.group.devices // self.split)
 
     @property
     def width(self) -> int:
-        """Bytes of a weight."""
+        """Bytes per weight."""
         return FP32 if self.on_cpu or self.work.loading.param_dtype == "fp32" else 2
 
     @property

@@ -20,9 +20,10 @@ from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import uses_critic
 from openrlhf.errors import BackendError
-from openrlhf.rl.controller import Controller, State
+from openrlhf.rl.controller import Controller
 from openrlhf.rl.group_stream import StreamState
 from openrlhf.rl.record import read_groups, read_queue, write_groups, write_queue
+from openrlhf.rl.state import State
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import StopRequest
 from openrlhf.training import atomic_folder, checkpoint

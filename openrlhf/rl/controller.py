@@ -47,16 +47,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.futures import gather_or_cancel
-from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import evaluation_config, generates_in_lockstep, queue_size, resolve_runtime, uses_vllm
 from openrlhf.monitor import Monitor
@@ -64,49 +62,20 @@ from openrlhf.plan.estimate import EXPERIENCE, GENERATION, SAVING, SYNC, TRAININ
 from openrlhf.plan.gpus import Machine
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
-from openrlhf.rl.group_stream import StreamState
 from openrlhf.rl.health import RLHealth, StepNumbers
 from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollout_times import describe
 from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
+from openrlhf.rl.state import State
+from openrlhf.rl.step_metrics import in_progress_bar, over_steps
 from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.training.memory_check import explain_memory
 from openrlhf.types import Prompt
 
 AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `checkpoints.Saver` in a run
-NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
-PROGRESS_NAMES = {  # metrics in the progress bar, with their short names
-    "reward": "reward",
-    "policy_loss": "act_loss",
-    "kl": "kl",
-    "response_length": "gen_len",
-    "actor_lr": "act_lr",
-    "timing/tokens_per_second": "tok/s",
-    "actor_mfu": "mfu",
-}
-
-
-@dataclass
-class State:
-    """Progress of a run: everything that resuming needs besides weights and optimizer."""
-
-    kl: FixedKL | AdaptiveKL
-    version: int = 0  # version of the weights: the number of rollouts trained on
-    made: int = 0  # non-empty rollouts generated
-    place: int = 0  # prompts (files of a replay) that the rollouts so far have used
-    failures: int = 0  # samples of all rollouts that failed and were skipped
-    queue: deque[Rollout] = field(default_factory=deque)  # generated but not yet trained on
-    stream: StreamState = field(default_factory=StreamState)  # groups of rollouts that are not complete
-    best: float | None = None  # value of the best evaluation
-    best_key: str | None = None  # name of that metric
-
-    def plain(self) -> dict[str, object]:
-        """Return the state as JSON values, without samples, which `record.py` writes to files of their own."""
-        own = {name: value for name, value in vars(self).items() if name not in ("queue", "stream")}
-        return own | {"kl": asdict(self.kl), "again": self.stream.unfinished, "drawn": self.stream.drawn}
 
 
 @dataclass(eq=False)
@@ -233,7 +202,7 @@ class Controller:
             self.monitor.log("train", version, values)
             if not generates_in_lockstep(self.config) and (line := describe(version, values)):
                 self.monitor.tell(line)
-        self.monitor.advance({short: values[name] for name, short in PROGRESS_NAMES.items() if name in values})
+        self.monitor.advance(in_progress_bar(values))
         if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
         with explain_memory(self.config, SAVING, self.machine):
@@ -277,7 +246,7 @@ class Controller:
         return values
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
-        """Take the optimizer steps of a rollout; return the mean of each metric (for NOT_AVERAGED, the last value)."""
+        """Take the optimizer steps of a rollout, and return their metrics."""
         flags, version = self.config.batches, self.state.version
         # The samples of each step, shuffled in every epoch; the last step of an epoch may have fewer.
         count, size = len(experience.trajectories), flags.train_batch_size
@@ -295,9 +264,7 @@ class Controller:
                 train_policy=version + 1 > self.config.policy.freezing_actor_steps,
             )
             found.append(metrics)
-        names = dict.fromkeys(name for metrics in found for name in metrics)
-        means = {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}
-        return means | {name: value for name, value in found[-1].items() if name.endswith(NOT_AVERAGED)}
+        return over_steps(found)
 
     async def _probe(self, rollout: Rollout, values: dict[str, float]) -> dict[str, float]:
         """Compare engine and trainer right after a sync, if a probe is due."""

@@ -129,7 +129,7 @@ class RolloutTokens:
         return torch.from_numpy(found)
 
     def join(self, arrays: Iterable[NDArray[np.float32]]) -> Tensor:
-        """Return an array [tokens] of each sample as one tensor."""
+        """Combine one array [tokens] per sample into a tensor."""
         return torch.from_numpy(np.concatenate(list(arrays)))
 
     def split(self, values: Tensor) -> list[NDArray[np.float32]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.errors import RolloutError, counted
 from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
-from openrlhf.monitor import Sink, say
+from openrlhf.monitor import Monitor, Sink, say
 from openrlhf.rl.build import scoring_batches, training_batches
 from openrlhf.rl.checkpoints import Saver, load_state, save_models
 from openrlhf.rl.controller import Controller
@@ -32,6 +32,7 @@ from openrlhf.rl.dry_run import build_tested_executor
 from openrlhf.rl.local import open_local
 from openrlhf.rl.record import Recorder, Replay
 from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
+from openrlhf.rl.state import State
 from openrlhf.rl.workers import Runtime
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
 from openrlhf.training import checkpoint
@@ -64,6 +65,18 @@ class RLResult:
     evaluation: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that a run needs besides models and engines."""
+
+    config: RLConfig
+    tokenizer: PreTrainedTokenizerBase
+    order: PromptOrder
+    executor: GroupExecutor
+    eval_prompts: Sequence[Prompt]
+    sinks: Sequence[Sink]
+
+
 def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequence[Sink] = ()) -> RLResult:
     """Train, evaluate and save the policy; the config must already be checked.
 
@@ -82,10 +95,11 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
     warn_if_prompted_differently(config)
     explain_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)
+    prepared = Prepared(config, tokenizer, order, executor, eval_prompts, sinks)
     try:
         # Models load from here on, after every check that does not need them.
         with hold_run_folders(config):
-            result = run_async(train(config, open_runtime, tokenizer, order, executor, eval_prompts, sinks))
+            result = run_async(train(prepared, open_runtime))
             push_folder(result.save_path, config.hub)
             return result
     except Interrupted as stop:  # a KeyboardInterrupt, which ends the event loop before `train` could catch it
@@ -95,67 +109,77 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
         run_async(executor.close())
 
 
-async def train(
-    config: RLConfig,
-    open_runtime: OpenRuntime,
-    tokenizer: PreTrainedTokenizerBase,
-    order: PromptOrder,
-    executor: GroupExecutor,
-    eval_prompts: Sequence[Prompt],
-    sinks: Sequence[Sink],
-) -> RLResult:
+async def train(prepared: Prepared, open_runtime: OpenRuntime) -> RLResult:
     """Train from the start or from a checkpoint until the policy is saved, and close everything that was started."""
+    config, order = prepared.config, prepared.order
     resume_from = find_checkpoint(config)
     run_id = (checkpoint.run_of(resume_from) if resume_from else None) or checkpoint.new_run_id()
     state = load_state(resume_from, kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon))
-    layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
     rollouts = num_rollouts(config, len(order))
-    async with open_runtime(config, tokenizer, rollouts) as runtime:
-        if isinstance(executor, SingleTurnSamples):
-            await executor.add_pools(runtime.reward_pools)
+    async with open_runtime(config, prepared.tokenizer, rollouts) as runtime:
+        if isinstance(prepared.executor, SingleTurnSamples):
+            await prepared.executor.add_pools(runtime.reward_pools)
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
         limit = await runtime.workers.agree_on_prefixes()
-        layout = replace(layout, sharing=limit > 0)
-        monitor = make_monitor(config, rollouts, state.version, sinks)
-        reporting = ReportingExecutor(executor, monitor.tell)
-        live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config, state.stream)
-        controller = Controller(
-            config,
-            state,
-            source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
-            engine=runtime.engine,
-            executor=reporting,
-            workers=runtime.workers,
-            sync=runtime.sync,
-            monitor=monitor,
-            recorder=Recorder(run_folder(config), tokenizer.decode, config.rollout, seed=config.batches.seed),
-            scoring=scoring_batches(config, layout, ranks=policy_ranks(config), sharing_limit=limit),
-            training=training_batches(config, layout, sharing_limit=limit),
-            eval_prompts=eval_prompts,
-            encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-            machine=runtime.machine,
-        )
+        monitor = make_monitor(config, rollouts, state.version, prepared.sinks)
+        reporting = ReportingExecutor(prepared.executor, monitor.tell)
+        controller = build_controller(prepared, runtime, state, monitor, reporting, sharing_limit=limit)
         was_complete = controller.exhausted and not state.queue
         try:
             await runtime.sync.sync(state.version)
             stopping = stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES)
             with stopping as stop, present_objects_frozen():
-                await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id, len(order.prompts)))
+                saver = Saver(config, runtime.workers, stop, prepared.tokenizer, run_id, len(order.prompts))
+                await controller.run(saver)
             if was_complete and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
             elif not controller.last and not monitor.stops:
                 raise nothing_trained(reporting, filtered=config.rollout.dynamic_filtering)
             await runtime.sync.begin_training()
-            folder = await save_models(controller, tokenizer, len(order.prompts))
+            folder = await save_models(controller, prepared.tokenizer, len(order.prompts))
         finally:
             await controller.recorder.flush()
-            controller.monitor.close()
+            monitor.close()
     if reporting.failures:
         say(f"{reporting.summary}, the first: {reporting.first}")
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
+
+
+def build_controller(
+    prepared: Prepared,
+    runtime: Runtime,
+    state: State,
+    monitor: Monitor,
+    executor: GroupExecutor,
+    *,
+    sharing_limit: int,
+) -> Controller:
+    """Connect the models and engines of a runtime with the prompts, the recorder and the monitor.
+
+    `sharing_limit` is the result of `Workers.agree_on_prefixes`.
+    """
+    config, tokenizer, workers = prepared.config, prepared.tokenizer, runtime.workers
+    layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id, sharing=sharing_limit > 0)
+    live = GeneratedRollouts(prepared.order, runtime.engine, executor, workers, config, state.stream)
+    return Controller(
+        config,
+        state,
+        source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
+        engine=runtime.engine,
+        executor=executor,
+        workers=workers,
+        sync=runtime.sync,
+        monitor=monitor,
+        recorder=Recorder(run_folder(config), tokenizer.decode, config.rollout, seed=config.batches.seed),
+        scoring=scoring_batches(config, layout, ranks=policy_ranks(config), sharing_limit=sharing_limit),
+        training=training_batches(config, layout, sharing_limit=sharing_limit),
+        eval_prompts=prepared.eval_prompts,
+        encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        machine=runtime.machine,
+    )
 
 
 def nothing_trained(reporting: ReportingExecutor, *, filtered: bool) -> RolloutError:

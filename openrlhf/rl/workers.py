@@ -75,7 +75,7 @@ class Workers(Protocol):
     async def agree_on_prefixes(self) -> int:
         """Let policy, critic and reference share prefixes if all of them can, so that they round the same way.
 
-        Return the number of tokens of the longest sequence that may share; 0 if none may.
+        Return the length of the longest sequence that may share its prefix; 0 if none may.
         """
         ...
 

@@ -94,7 +94,7 @@ class EngineRequests:
         async def collect() -> Mapping[int, Completion | Exception]:
             try:
                 finished = await self.process.call(EngineWorker.collect)
-            except Exception as error:  # noqa: BLE001 - not for the guard: the group may replace this engine
+            except Exception as error:  # noqa: BLE001 - the group decides: it may replace this engine
                 return dict.fromkeys(self.unanswered.keys() - self.unsent.keys(), error)
             return {number: self._name_error(outcome) for number, outcome in finished.items()}
 

@@ -177,7 +177,7 @@ class WeightSender:
 
 
 class Receiver:
-    """A receiver that joined: its connection, and a thread for bytes, so that a slow one does not delay the others."""
+    """The connection to a receiver, and a thread that sends, so that slow receivers do not delay the others."""
 
     def __init__(self, join: Join, link: Link) -> None:
         self.link = link

@@ -133,7 +133,7 @@ class Wandb:
 class Trackio:
     """Sink that logs to a project of Trackio, on this machine; `trackio show` opens its dashboard.
 
-    TRACKIO_DIR sets the folder, TRACKIO_SPACE_ID a Space on the hub instead.
+    TRACKIO_DIR sets the folder; TRACKIO_SPACE_ID logs to a Space on the hub instead.
     """
 
     def __init__(self, project: str, *, name: str, config: dict[str, object]) -> None:

@@ -290,7 +290,7 @@ def reproduction(config: TrainingConfig) -> str:
 
 
 def results_section(outcome: Outcome) -> str:
-    """Return the evaluation as a table, and the metrics of the last step folded away below it."""
+    """Return the evaluation as a table, followed by the metrics of the last step in a collapsed block."""
     parts = []
     if outcome.evaluation:
         parts.append(metrics_table(outcome.evaluation))

@@ -1,7 +1,7 @@
 """A network with plain tensors as arguments and results, for libraries whose hooks ignore tensors in dataclasses.
 
 DeepSpeed and FSDP find the tensors that need gradients in the arguments and results of a module. Both backends wrap
-their network in a `TensorModule`, and objectives call it through `run_by`, which translates from and to dataclasses.
+their network in a `TensorModule`, and objectives call it through `run_by`, which translates to and from dataclasses.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.errors import RolloutError
 from openrlhf.rl.checkpoints import GROUPS_FILE, QUEUE_FILE, load_state
-from openrlhf.rl.controller import State
 from openrlhf.rl.group_stream import GroupStream, StreamLimits, StreamState
 from openrlhf.rl.record import read_groups, write_groups, write_queue
 from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
+from openrlhf.rl.state import State
 from openrlhf.training import checkpoint
 from openrlhf.types import Completion, Request
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, prompts

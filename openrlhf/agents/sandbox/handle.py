@@ -117,7 +117,7 @@ class WorkerHandle(ABC):
         self.loop.call_later(0.0 if self.usage.running == call.number else GRACE_SECONDS, kill_unless_ended)
 
     async def _run_and_report(self) -> None:
-        """Run the worker to its end, find the cause and the call to blame, and report them to the pool."""
+        """Run the worker until it exits, then tell the pool why it ended and which call caused that."""
         problem = await self.run()
         if self.failure is None:
             self.failure = CallFailure(problem)

@@ -128,7 +128,7 @@ atexit.register(close_servers)
 
 
 def working_isolation() -> Isolation:
-    """Return how programs are isolated on this machine, after running one; raise ConfigError if they cannot be."""
+    """Run a program to find out how this machine isolates programs; raise ConfigError if it cannot."""
     run_program("pass", allow_unisolated=False)
     assert _servers.isolation is not None
     return _servers.isolation
