@@ -4,23 +4,27 @@
 
 Lines of code are lines without blanks, comments and docstrings. A duplicate is a pair of files that share at
 least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders; imports and the
-lines inside a string do not count. The figures point at places worth reading; they are not targets in themselves.
+lines inside a string do not count. Pairs that share only declarations (fields, constants, rows of tables) are counted
+apart: they have the same shape, but no logic to share. The figures point at places worth reading; they are not targets
+in themselves.
 """
 
 import ast
 import io
 import keyword
+import re
 import statistics
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
 WINDOW = 8  # consecutive lines that count as a duplicate
 TOO_COMMON = 8  # a window found in more files than this is an idiom, not a copy
+DECLARATION = re.compile(r"@|class |name : |name = (NUMBER|STRING)$|.* [,{(\[]$")  # decorators, fields, table rows
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -87,15 +91,19 @@ def shape(token: tokenize.TokenInfo) -> str:
     return token.string if token.type == tokenize.OP else tokenize.tok_name[token.type]
 
 
-def duplicates(modules: Iterable[Module]) -> Iterator[tuple[Path, Path]]:
-    """Yield pairs of files that share a window of lines; imports, text and lone brackets do not count."""
+def duplicates(modules: Iterable[Module], *, declarations: bool) -> set[tuple[Path, Path]]:
+    """Return pairs of files that share a window of lines; imports, text and lone brackets do not count.
+
+    Without `declarations`, at least half of the lines must be something else.
+    """
     places: dict[tuple[str, ...], set[Path]] = defaultdict(set)
     for module in modules:
         lines = [line for line in module.code if len(line) > 3]
         for start in range(len(lines) - WINDOW + 1):
-            places[tuple(lines[start : start + WINDOW])].add(module.path)
-    pairs = {pair for paths in places.values() if len(paths) <= TOO_COMMON for pair in combinations(sorted(paths), 2)}
-    yield from sorted(pairs)
+            window = lines[start : start + WINDOW]
+            if declarations or 2 * sum(not DECLARATION.match(line) for line in window) >= WINDOW:
+                places[tuple(window)].add(module.path)
+    return {pair for paths in places.values() if len(paths) <= TOO_COMMON for pair in combinations(sorted(paths), 2)}
 
 
 def row(name: str, modules: list[Module]) -> str:
@@ -128,9 +136,10 @@ def main(root: Path) -> None:
     names = Counter(name for module in modules for name in module.classes)
     repeated = sorted(name for name, times in names.items() if times > 1)
     print(f"\nclass names in several modules: {len(repeated)}  {' '.join(repeated)}")
-    pairs = list(duplicates(modules))
-    print(f"duplicated places: {len(pairs)}")
-    for one, other in pairs:
+    pairs = duplicates(modules, declarations=False)
+    declared = duplicates(modules, declarations=True) - pairs
+    print(f"duplicated places: {len(pairs)}, and {len(declared)} that share only declarations")
+    for one, other in sorted(pairs):
         print(f"  {one.relative_to(root)} ~ {other.relative_to(root)}")
 
 

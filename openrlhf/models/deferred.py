@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from openrlhf.errors import BackendError
-from openrlhf.models.source import Source
+from openrlhf.models.source import ModelSource
 
 ATTRIBUTE = "deferred_weights"  # of a model that `load_shell` returned
 Loaded: TypeAlias = tuple[PreTrainedModel, dict[str, Any]]  # a model, and the loading report of Transformers
@@ -55,7 +55,7 @@ class WeightFiles:
             raise BackendError(f"{len(self.names)} parameters were not loaded, such as {min(self.names.values())}")
 
 
-def load_shell(load: Callable[..., Loaded], source: Source) -> Loaded | None:
+def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | None:
     """Return what `load` returns, but with a model without weights; None if that is not possible.
 
     Tensors that are missing in the files, as those of a new head, are initialised as Transformers would.
@@ -91,7 +91,7 @@ def deferred_weights(model: nn.Module) -> WeightFiles:
     return vars(model).get(ATTRIBUTE) or WeightFiles({}, {})
 
 
-def weight_files(source: Source) -> dict[str, Path] | None:
+def weight_files(source: ModelSource) -> dict[str, Path] | None:
     """Return the safetensors file of each tensor of a model; None if the model has other files."""
     where = {name: value for name, value in source.items() if name in ("revision", "local_files_only")}
 

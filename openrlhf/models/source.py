@@ -12,7 +12,7 @@ from openrlhf.data.hub import hub_failure, model_is_cached
 from openrlhf.errors import ConfigError
 
 
-class Source(TypedDict):
+class ModelSource(TypedDict):
     """Arguments of `from_pretrained` that say where a model is."""
 
     pretrained_model_name_or_path: str
@@ -21,10 +21,10 @@ class Source(TypedDict):
     local_files_only: NotRequired[bool]
 
 
-def find_source(name: str, loading: LoadingFlags) -> Source:
+def find_source(name: str, loading: LoadingFlags) -> ModelSource:
     """Return where to load a model from. With --use_ms, ModelScope downloads it to a local folder first."""
     where, revision = split_revision(name)
-    source: Source = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
+    source: ModelSource = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
     if looks_local(where):
         source["pretrained_model_name_or_path"] = str(Path(where).expanduser())
         return source
