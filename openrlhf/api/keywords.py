@@ -44,7 +44,7 @@ Agent: TypeAlias = Text | type | Callable[..., object] | object
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingKeywords:
-    """Keywords of every training function that mean more than their flags, or have none."""
+    """Keywords of every training function that extend a flag, or that have no flag."""
 
     pretrain: Text | None = None
     save_path: Text | None = None

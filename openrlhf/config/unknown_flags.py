@@ -7,6 +7,7 @@ several of them. `suggestions.py` has the names that other frameworks use.
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from openrlhf.config.aliases import known_spellings
 from openrlhf.config.flags import choices_of, flags_of
@@ -28,7 +29,11 @@ def unknown_words(command: type, words: Sequence[str]) -> ConfigError:
             *_, last = flags
             flags[last] = flags[last] or word
     if not flags:
-        return ConfigError(f"expected a flag, got {words[0]!r}", try_this="put quotes around values with spaces")
+        fix = "put quotes around values with spaces"
+        required = [item.name for item in flags_of(command).values() if item.required]
+        if required and Path(words[0]).exists():  # `openrlhf export ./model`
+            fix = f"--{required[0]} {words[0]}"
+        return ConfigError(f"expected a flag, got {words[0]!r}", try_this=fix)
     return unknown_flags(command, flags)
 
 

@@ -1,7 +1,7 @@
 """What a run loads and computes, in plain numbers that follow from its flags: the input of a plan (`openrlhf/plan`).
 
-Lengths are the longest that the flags allow. Real data is shorter, so a plan is an upper bound where it depends on
-them.
+Lengths are the longest that the flags allow. Real data is shorter, so figures that
+depend on them are upper bounds.
 """
 
 from dataclasses import dataclass, replace
@@ -114,7 +114,7 @@ class Workload:
 
 
 def workload_of(config: TrainingConfig, processes: int) -> Workload:
-    """Return the workload of a training command; `processes` are those of a supervised command."""
+    """Return the workload of a training command; `processes` is the number of processes of a supervised command."""
     if isinstance(config, RLConfig):
         return rl_workload(config)
     assert isinstance(config, SupervisedConfig)
@@ -181,7 +181,7 @@ def rl_workload(config: RLConfig) -> Workload:
 
 
 def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int) -> Workload:
-    """Return what the flags that all training commands share determine."""
+    """Return the part of a workload that does not depend on the kind of command."""
     sharding = config.sharding
     return Workload(
         groups=(group,),

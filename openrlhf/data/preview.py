@@ -21,7 +21,7 @@ from openrlhf.data.report import DataReport, Finding
 from openrlhf.data.rows import Loaded
 from openrlhf.types import LabelledRow, PairRow, Prompt, StepRow, TokenRow
 
-MANY_DUPLICATES = 0.05  # repeated rows are reported from this fraction on
+MANY_DUPLICATES = 0.05  # minimum fraction of repeated rows to report
 NUM_BINS = 10  # maximum bars of a histogram
 NICE_WIDTHS = (1, 2, 5)  # widths of bars, times a power of ten
 

@@ -81,7 +81,7 @@ def with_label_check(records: Records, config: RLConfig, loaded: Loaded[Prompt])
 
 
 def prompt_budget(config: RLConfig) -> Budget:
-    """Return --prompt_max_len or, with --max_len, what it leaves beside the longest response, which has a token."""
+    """Return --prompt_max_len or, with --max_len, the tokens that the longest response (at least one) leaves."""
     rollout = config.rollout
     if rollout.max_len is None:
         return Budget(rollout.prompt_max_len)

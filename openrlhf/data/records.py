@@ -161,7 +161,7 @@ class Records:
         return Records(self.sources, self.order[begin:end])
 
     def read_all(self) -> list[Record]:
-        """Read all records, those of each source together; if several are invalid, the error is about any of them."""
+        """Read all records, source by source; if several are invalid, the error may be about any of them."""
         found: dict[tuple[int, int], Record] = {}
         for number in set(self.order[:, 0].tolist()):
             source, positions = self.sources[number], self.order[self.order[:, 0] == number, 1].tolist()

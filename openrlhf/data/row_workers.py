@@ -61,7 +61,7 @@ def make_parts(records: Records, reader: RowReader[object], report: DataReport) 
             made = future.result() if future and not failure else None
             if made is None or contradicts(made.report, report):
                 made = make_part(part, reader, report.part())
-            if failure and not told:  # although the rows are valid
+            if failure and not told:  # not because of the rows: `make_part` would have raised
                 say(f"a worker process failed ({failure!r}), so tokenising its rows takes longer")
                 told = True
             report.merge(made.report)

@@ -16,7 +16,7 @@ from openrlhf.rollout.usage import UsageClock
 
 
 class RolloutTimes:
-    """Notes on the samples in progress, since the last rollout was complete."""
+    """Times of episodes, rewards and engines since the last rollout was complete."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -24,7 +24,7 @@ class RolloutTimes:
         self.rewards: list[float] = []  # seconds of each call for rewards
         self.generating = UsageClock()  # while episodes run
         self.requesting = UsageClock()  # while the engine works on a request
-        self.before = (0.0, 0.0)  # seconds of generation and of busy engines at the last lap
+        self.before = (0.0, 0.0)  # seconds of generation and of busy engines at the last call of `lap`
 
     def lap(self) -> dict[str, float]:
         """Return the metrics since the last call."""

@@ -72,9 +72,7 @@ class Rollout:
     place: int
     next_place: int
     metrics: dict[str, float] = field(default_factory=dict)
-    times: dict[str, float] = field(
-        default_factory=dict
-    )  # metrics that no checkpoint stores: no two runs agree in them
+    times: dict[str, float] = field(default_factory=dict)  # not in checkpoints, because they differ from run to run
 
 
 class RolloutSource(Protocol):
@@ -83,7 +81,7 @@ class RolloutSource(Protocol):
     def __len__(self) -> int: ...
 
     def open_rollouts(self, first: int, last: int) -> None:
-        """Announce that rollouts `first`, the next to be taken, to `last` may begin, also before they are taken."""
+        """Let the rollouts from `first` (the next to be taken) to `last` begin, even before they are taken."""
         ...
 
     async def take(self, number: int, place: int) -> Rollout:
@@ -212,7 +210,7 @@ def start_group(
         return result
 
     def close_sessions(_: object) -> None:
-        """Close what the executor did not because the group was cancelled."""
+        """Close the sessions that the executor left open because the group was cancelled."""
         if not opened.cancel() and not opened.cancelled():
             for session in opened.result():
                 session.close()

@@ -102,7 +102,7 @@ def start_processes(device: torch.device, timeout: timedelta = default_pg_timeou
 
 
 def start_distributed(device: torch.device) -> torch.device:
-    """Join the other processes, as `start_processes`, for DeepSpeed; return `device`."""
+    """Like `start_processes`, but for DeepSpeed; return `device`."""
     import deepspeed
     from deepspeed import ops
     from deepspeed.constants import default_pg_timeout

@@ -165,7 +165,7 @@ def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
 
 
 def must_be_of_this_run(found: Path, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Raise if a checkpoint is of a run with another model and --save_path: the default --ckpt_path is shared."""
+    """Raise if a checkpoint belongs to a run with another model and --save_path: the default --ckpt_path is shared."""
     if all(name in saved and saved[name] != now[name] for name in ("save_path", "pretrain")):
         raise ConfigError(
             f"--load_checkpoint: the checkpoint {found} belongs to another run, with --save_path {saved['save_path']}"

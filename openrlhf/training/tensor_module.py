@@ -46,7 +46,7 @@ class TensorModule(nn.Module):
         return {name: value.clone() if value._is_view() else value for name, value in found.items()}
 
     def run_by(self, call: Callable[..., dict[str, Tensor]]) -> Run:
-        """Return the callable with which an objective runs the network; `call` is this module or an engine of it."""
+        """Return the callable that an objective runs; `call` is this module, or the engine that wraps it."""
 
         def run(
             batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None

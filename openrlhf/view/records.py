@@ -90,7 +90,7 @@ class SampleRecords(Protocol):
         ...
 
     def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
-        """Yield the complete records of a file from a place on; raise OSError if the file cannot be read."""
+        """Yield the complete records of a file, starting at a place; raise OSError if the file cannot be read."""
         ...
 
     def load(self, name: str, place: int) -> Sample | None:
@@ -130,7 +130,7 @@ class StepFiles:
 
 
 def read_lines(path: Path, start: int) -> Iterator[SampleRecord]:
-    """Yield the complete lines of a file from an offset on."""
+    """Yield the complete lines of a file, starting at an offset."""
     with path.open("rb") as file:
         file.seek(start)
         place = start
@@ -142,7 +142,7 @@ def read_lines(path: Path, start: int) -> Iterator[SampleRecord]:
 
 
 def read_parquet(path: Path, start: int) -> Iterator[SampleRecord]:
-    """Yield the rows of a file from a number on; the last one ends at the size of the file, which is then read."""
+    """Yield the rows of a file, starting at a row number; the last one ends at the size of the file: all is read."""
     try:
         with path.open("rb") as opened, ParquetFile(opened) as file:
             count, size, first = file.metadata.num_rows, path.stat().st_size, 0

@@ -46,7 +46,7 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class PromptSamples:
-    """The samples of one prompt in one step, as many as are shown."""
+    """The samples of one prompt in one step, or some of them if there are many."""
 
     samples: Sequence[ShownSample]
     total: int

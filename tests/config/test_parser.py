@@ -342,6 +342,7 @@ def test_positional_arguments_are_no_flags_and_flags_no_positional_arguments(fil
     assert "run_dirs is not a flag" in refusal(COMMANDS["view"], "--config", file("run_dirs: [a]"))
     assert parse(COMMANDS["view"], ["a", "--config", file("open: true")], environ={}).page.open is True
     assert refusal(SFTConfig, "a") == "expected a flag, got 'a'. Try: put quotes around values with spaces"
+    assert refusal(SFTConfig, "/tmp") == "expected a flag, got '/tmp'. Try: --pretrain /tmp"
 
 
 def test_help_shows_positional_arguments_in_the_usage():

@@ -102,7 +102,7 @@ def comment(text: str) -> list[str]:
 
 
 def scalar(value: object) -> str:
-    """Return a value in YAML: JSON is valid YAML, and quotes are left out where they are not needed."""
+    """Return a value in YAML: JSON is valid YAML, and quotes are left out if they are not needed."""
     if isinstance(value, str) and PLAIN.match(value) and value.lower() not in WORDS_OF_YAML:
         return value
     if isinstance(value, float):
