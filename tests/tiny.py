@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -39,6 +40,17 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+YARN = {  # GPT-OSS extends its positions this way; the default is for longer sequences
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 CONFIGS = {
     "llama": lambda **shape: LlamaConfig(**SHAPE | shape),
@@ -51,6 +63,9 @@ CONFIGS = {
     "cohere": lambda **shape: CohereConfig(**SHAPE | {"logit_scale": 0.3} | shape),
     "gpt2": lambda **shape: GPT2Config(**GPT2_SHAPE | NO_DROPOUT | shape),
     "mixtral": lambda **shape: MixtralConfig(**SHAPE | {"num_local_experts": 4, "sliding_window": None} | shape),
+    "gpt_oss": lambda **shape: GptOssConfig(
+        **SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4} | YARN | shape
+    ),
     "qwen3_moe": lambda **shape: Qwen3MoeConfig(
         **SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8} | shape
     ),

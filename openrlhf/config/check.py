@@ -72,6 +72,7 @@ SHARDING: Rules = (
     sharding.gradient_sums_use_fp32_or_the_weights_dtype,
     sharding.fp16_needs_a_loss_scale,
     sharding.tensor_parallelism_splits_plain_layers,
+    sharding.fsdp_divides_experts,
     sharding.four_bit_weights_are_not_sharded,
     sharding.compiled_layers_are_not_sharded,
 )

@@ -8,6 +8,7 @@ them so that any number of processes can resume.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -43,7 +44,9 @@ class FsdpFrozen(Frozen):
     ) -> None:
         super().__init__(network.eval().requires_grad_(False), device)
         share_rows(network, sharding)
-        self.run = shards.run_sharded(shards.shard_network(network, device, offload=offload, keep_head=True))
+        size = sharding.expert_parallel_size
+        root = shards.shard_network(network, device, expert_parallel_size=size, offload=offload, keep_head=True)
+        self.run = shards.run_sharded(root)
         choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
 
     def most_rounds(self, count: int) -> int:
@@ -68,12 +71,19 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         self.join_ranks(shared.lane if shared else data_ranks(device.type, size))
         self.tensor_parallel = TensorParallel(network, device, size) if size > 1 else None
         self.module = self.root = shards.shard_network(
-            network, device, tensor_parallel=self.tensor_parallel, offload=sharding.adam_offload
+            network,
+            device,
+            tensor_parallel=self.tensor_parallel,
+            expert_parallel_size=sharding.expert_parallel_size,
+            offload=sharding.adam_offload,
         )
+        self.expert_groups = shards.expert_groups(self.root)
         self.run = shards.run_sharded(self.root)
         self.is_offloaded = sharding.adam_offload
         choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
-        self.optimizer = self.shard_optimizer = ShardOptimizer(network, optimizer, learning_rate, device=device)
+        self.optimizer = self.shard_optimizer = ShardOptimizer(
+            network, optimizer, learning_rate, device=device, experts=self.expert_groups
+        )
         self.loss_scale = LossScale() if network.dtype == torch.float16 else None
         self.audit = Audit(self.optimizer.named, lambda master: master, lambda found: largest(found, device))
         if sharding.deepcompile:
@@ -94,11 +104,12 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         return checkpoint_weights(self.network, shards.gather_groups(self.root))
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        return saved_tensors(self.network, shards.gather_each(self.network.dtype, self.device))
+        return saved_tensors(self.network, shards.gather_each(self.root, self.network.dtype, self.device))
 
     def parts(self) -> Iterator[Part]:
         for name, tensor in raw_tensors(self.network):
-            yield Part(name, shards.local_shard(tensor), shards.block_of(tensor))
+            block = shards.block_of(tensor, self.expert_groups.get(id(tensor)))
+            yield Part(name, shards.local_shard(tensor), block)
 
     @property
     def num_part_holders(self) -> int:
@@ -107,7 +118,9 @@ class FsdpBackend(DistributedBackend, MasterBackend):
     def joined(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in raw_tensors(self.network):
             part = parts[name].to(self.device, self.network.dtype)
-            yield name, shards.gather_whole(tensor, part) if isinstance(tensor, DTensor) else part
+            if isinstance(tensor, DTensor):
+                part = shards.gather_whole(tensor, part, self.expert_groups.get(id(tensor)))
+            yield name, part
 
     def save(self, folder: Path) -> None:
         self.shard_optimizer.link()
@@ -121,7 +134,13 @@ class FsdpBackend(DistributedBackend, MasterBackend):
 
     def blocks(self) -> dict[str, Block]:
         """Return the part of each trained parameter that this process holds."""
-        return {name: shards.block_of(parameter) for name, parameter in self.shard_optimizer.sharded}
+        return {
+            name: shards.block_of(parameter, self.expert_groups.get(id(parameter)))
+            for name, parameter in self.shard_optimizer.sharded
+        }
+
+    def checkpoint_bytes(self) -> int:
+        return 12 * sum(math.prod(block.shape) for block in self.blocks().values())
 
     def sleep(self) -> None:
         if self.device.type != "cpu":

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from openrlhf.config.sections.training import OptimizerFlags
-from openrlhf.training.fsdp_shards import local_shard, num_copies
+from openrlhf.training.fsdp_shards import ExpertGroups, local_shard, num_copies
 from openrlhf.training.optim import MasterOptimizer, Named, trainable
 
 EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
@@ -23,9 +23,16 @@ class ShardOptimizer(MasterOptimizer):
     """Updates this rank's shards of a network; the norm for clipping is that of all shards together."""
 
     def __init__(
-        self, network: nn.Module, flags: OptimizerFlags, learning_rate: float, *, device: torch.device
+        self,
+        network: nn.Module,
+        flags: OptimizerFlags,
+        learning_rate: float,
+        *,
+        device: torch.device,
+        experts: ExpertGroups,
     ) -> None:
         self.device = device
+        self.experts = experts
         self.sharded: list[Named] = trainable(network)
         super().__init__(network, flags, learning_rate)
 
@@ -41,7 +48,11 @@ class ShardOptimizer(MasterOptimizer):
 
     def clip(self, masters: Sequence[nn.Parameter]) -> float:
         pairs = zip(masters, self.sharded, strict=True)
-        found = [(master.grad, num_copies(sharded)) for master, (_, sharded) in pairs if master.grad is not None]
+        found = [
+            (master.grad, num_copies(sharded, self.experts.get(id(sharded))))
+            for master, (_, sharded) in pairs
+            if master.grad is not None
+        ]
         gradients = [gradient for gradient, _ in found]
         squares = torch.zeros((), dtype=torch.float32, device=self.device)
         if gradients:

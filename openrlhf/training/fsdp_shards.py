@@ -4,13 +4,16 @@ Each decoder layer is a group, which is gathered while the layer runs. The other
 the root group, which is gathered while the whole network runs: a head is applied to chunks of targets, and ranks have
 different numbers of chunks, so it cannot be gathered call by call. A sharded parameter is a DTensor, of which each rank
 holds a range of rows, its shard. The functions that gather are collective: all ranks call them in the same order.
+
+With --expert_parallel_size, the experts of a layer are a group of their own, sharded over the ranks that hold the same
+experts (`expert_parallel.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -29,12 +32,20 @@ from openrlhf.models.plain import Gather, Unshard
 from openrlhf.training.audit import ONE_EXPERT
 from openrlhf.training.backend import Run
 from openrlhf.training.compilation import decoder_layers
+from openrlhf.training.expert_parallel import (
+    SAME_EXPERTS,
+    divide_experts,
+    exchange_of,
+    expert_mesh,
+    gather_experts,
+)
 from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.tensor_module import TensorModule
 from openrlhf.training.tensor_parallel import TensorParallel
 from openrlhf.types import Batch
 
 Root: TypeAlias = Any  # the TensorModule of a network, which `fully_shard` has also made an FSDPModule
+ExpertGroups: TypeAlias = Mapping[int, dist.ProcessGroup]  # by id of the parameters whose experts are divided
 
 
 def shard_network(
@@ -42,6 +53,7 @@ def shard_network(
     device: torch.device,
     *,
     tensor_parallel: TensorParallel | None = None,
+    expert_parallel_size: int = 1,
     offload: bool = False,
     keep_head: bool = False,
 ) -> Root:
@@ -74,12 +86,16 @@ def shard_network(
     if head is not None:
         files.fill(head.parameters(), copy=True)
         kept = set(head.to(device).parameters())
-    for module in (*separate_layers(network), root):
+    meshes: dict[nn.Module, DeviceMesh] = {}  # of the modules that hold experts
+    if expert_parallel_size > 1:
+        ranks = expert_mesh(device.type, expert_parallel_size)
+        meshes = dict.fromkeys(divide_experts(network, ranks), ranks[SAME_EXPERTS])
+    for module in (*meshes, *separate_layers(network), root):
         files.fill(module.parameters())
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(torch.float32)
-        mesh = everyone
+        mesh = meshes.get(module, everyone)
         if tensor_parallel is not None and module is not root:
             tensor_parallel.split(module)
             mesh = tensor_parallel.grid["data"]  # peers have different parts, which other processes share
@@ -135,12 +151,21 @@ def local_shard(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def block_of(tensor: Tensor) -> Block:
-    """Return the part of a tensor that this rank holds.
+def expert_groups(root: Root) -> ExpertGroups:
+    """Return the expert group of each parameter whose experts are divided."""
+    exchanges = {module: exchange for module in root.modules() if (exchange := exchange_of(module))}
+    return {id(parameter): made.group for module, made in exchanges.items() for parameter in module.parameters()}
 
-    FSDP divides what tensor parallelism has left, so the last dimension of the mesh divides first.
+
+def block_of(tensor: Tensor, experts: dist.ProcessGroup | None = None) -> Block:
+    """Return the part of a tensor that this rank holds; `experts` is the group that its experts are divided over.
+
+    FSDP divides what tensor and expert parallelism have left, so the last dimension of the mesh divides first.
     """
     block = Block.whole(tensor.shape)
+    if experts is not None:
+        size = dist.get_world_size(experts)
+        block = Block.whole((size * tensor.shape[0], *tensor.shape[1:])).divided(0, dist.get_rank(experts), size)
     if isinstance(tensor, DTensor):
         mesh, position = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert position is not None, "every rank holds a part of every tensor"
@@ -151,21 +176,23 @@ def block_of(tensor: Tensor) -> Block:
     return block
 
 
-def num_copies(tensor: Tensor) -> int:
+def num_copies(tensor: Tensor, experts: dist.ProcessGroup | None = None) -> int:
     """Return how many ranks hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return dist.get_world_size()
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return dist.get_world_size() // math.prod(size for size, place in sizes if not place.is_replicate())
+    parts = math.prod(size for size, place in sizes if not place.is_replicate())
+    return dist.get_world_size() // (parts * (1 if experts is None else dist.get_world_size(experts)))
 
 
-def gather_each(dtype: torch.dtype, device: torch.device) -> Gather:
+def gather_each(root: Root, dtype: torch.dtype, device: torch.device) -> Gather:
     """Return a `Gather` that gathers each tensor when it is needed, in this precision and on this device."""
+    experts = expert_groups(root)
 
     def unshard(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        return gather_whole(tensor, local_shard(tensor).to(device, dtype))
+        return gather_whole(tensor, local_shard(tensor).to(device, dtype), experts.get(id(tensor)))
 
     @contextmanager
     def gather(tensors: Sequence[Tensor]) -> Iterator[Unshard]:
@@ -174,17 +201,17 @@ def gather_each(dtype: torch.dtype, device: torch.device) -> Gather:
     return gather
 
 
-def gather_whole(tensor: DTensor, shard: Tensor) -> Tensor:
+def gather_whole(tensor: DTensor, shard: Tensor, experts: dist.ProcessGroup | None = None) -> Tensor:
     """Return the whole tensor of which each rank passes its shard; it is sharded like `tensor`.
 
-    What FSDP has divided is gathered first, then what tensor parallelism has.
+    What FSDP has divided is gathered first, then what tensor or expert parallelism has.
     """
     mesh, placements = tensor.device_mesh, list(tensor.placements)
     whole = DTensor.from_local(shard, mesh, placements, shape=tensor.shape, stride=tensor.stride())
     for number in range(mesh.ndim):
         placements[number] = Replicate()
         whole = whole.redistribute(placements=placements)
-    return whole.to_local()
+    return whole.to_local() if experts is None else gather_experts(whole.to_local(), experts)
 
 
 class GatheredPlace(NamedTuple):
@@ -198,7 +225,7 @@ class GatheredPlace(NamedTuple):
 def gather_groups(root: Root) -> Gather:
     """Return a `Gather` that gathers whole groups within its context, so that modules such as adapters can be used.
 
-    Parts of matrices that tensor-parallel peers have are gathered, too.
+    Parts of matrices that tensor-parallel peers have are gathered, too, and the experts of other ranks.
     """
     places: dict[int, GatheredPlace] = {}
     for group in groups_of(root):  # layers come after the root, so their parameters get the right group
@@ -207,9 +234,12 @@ def gather_groups(root: Root) -> Gather:
             for name, parameter in module.named_parameters(recurse=False):
                 places[id(parameter)] = GatheredPlace(group, module, name)
 
+    experts = expert_groups(root)
+
     def unshard(tensor: Tensor) -> Tensor:
         place = places.get(id(tensor))
-        return (tensor if place is None else place.module.get_parameter(place.name)).detach()
+        found = (tensor if place is None else place.module.get_parameter(place.name)).detach()
+        return gather_experts(found, experts[id(tensor)]) if id(tensor) in experts else found
 
     @contextmanager
     def gather(tensors: Sequence[Tensor]) -> Iterator[Unshard]:

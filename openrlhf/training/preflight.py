@@ -16,17 +16,20 @@ from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, WITHOUT_STEPS
 from openrlhf.config.runtime import critic_model, uses_reference
 from openrlhf.config.sections.model import LoadingFlags, ModelFlags
 from openrlhf.errors import ConfigError
+from openrlhf.models.experts import number_of_experts
 from openrlhf.models.liger import liger_knows
 from openrlhf.models.load import read_config
 from openrlhf.models.ring import check_ring
 from openrlhf.monitor import say
+from openrlhf.training.expert_parallel import check_experts
 from openrlhf.training.objectives import AUX_ON
 
 
 def check_models(config: TrainingConfig) -> None:
     """Check the flags for experts, ring attention and tensor parallelism against the models to be trained."""
     sharding, coef = config.sharding, config.model.aux_loss_coef
-    if coef <= AUX_ON and sharding.ring_attn_size == sharding.ds_tensor_parallel_size == 1:
+    sizes = (sharding.ring_attn_size, sharding.ds_tensor_parallel_size, sharding.expert_parallel_size)
+    if coef <= AUX_ON and max(sizes) == 1:
         return
     trained: dict[str, str | None] = {"policy": config.model.pretrain}
     if isinstance(config, RLConfig):
@@ -37,6 +40,12 @@ def check_models(config: TrainingConfig) -> None:
         model = read_config(name, config.model)
         if sharding.ring_attn_size > 1:
             check_ring(model, sharding)
+        check_experts(model, name, sharding.expert_parallel_size)
+        if role == "policy" and sharding.expert_parallel_size > 1 and not number_of_experts(model):
+            raise ConfigError(
+                f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
+                try_this="--expert_parallel_size 1",
+            )
         size = sharding.ds_tensor_parallel_size
         heads = getattr(model.get_text_config(), "num_attention_heads", size)
         if heads % size:

@@ -305,6 +305,21 @@ REFUSED = [  # rule, command, added flags, parts of the message
             ("local_backend_is_one_process", "--backend local", "--backend local|2 processes|Try: --backend fsdp"),
             ("muon_trains_whole_matrices", "--backend fsdp --optim muon", "--optim muon|FSDP|Try: --optim adam"),
             (
+                "fsdp_divides_experts",
+                "--expert_parallel_size 2 --backend deepspeed",
+                "--expert_parallel_size 2|--backend is deepspeed|Try: --backend fsdp",
+            ),
+            (
+                "fsdp_divides_experts",
+                "--expert_parallel_size 2 --backend fsdp --lora_rank 4",
+                "--expert_parallel_size 2|expected --lora_rank 0, got 4",
+            ),
+            (
+                "fsdp_divides_experts",
+                "--expert_parallel_size 4 --backend fsdp",
+                "--expert_parallel_size 4 does not divide the number of processes (2)|Try: --expert_parallel_size 2",
+            ),
+            (
                 "four_bit_weights_are_not_sharded",
                 "--backend fsdp --load_in_4bit --lora_rank 4",
                 "--load_in_4bit|--backend fsdp cannot shard|Try: --backend deepspeed",

@@ -411,6 +411,7 @@ ADDED_TO_TRAINING = {
     "push_to_hub": None,
     "hub_private": False,
     "experts_implementation": None,
+    "expert_parallel_size": 1,
 }
 ADDED_TO_RL = {
     "top_k": -1,

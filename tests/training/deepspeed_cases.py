@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrlhf.algo.reduce import Metrics
 from openrlhf.algo.token_loss import kd_loss, sft_loss
@@ -44,6 +44,8 @@ def load_network(
     folder: str | Path, *, packed: bool = False, lora: bool = False, with_aux_loss: bool = False
 ) -> Network:
     attention = SEGMENTED if packed else "sdpa"
+    if AutoConfig.from_pretrained(folder).model_type == "gpt_oss":
+        attention = "eager"  # the only one that computes its attention sinks
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     if lora:
         torch.manual_seed(7)

@@ -25,6 +25,7 @@ from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.load import load_causal_lm, recompute_activations
 from openrlhf.training import compilation
 from openrlhf.training.fsdp import FsdpBackend, FsdpFrozen
+from openrlhf.training.fsdp_shards import local_shard
 from openrlhf.training.processes import start_processes
 from openrlhf.types import Batch
 from tests.training.deepspeed_cases import (
@@ -44,6 +45,14 @@ from tests.training.fsdp_tensor_parallel import average_cases, resume_cases, tra
 
 CPU = torch.device("cpu")
 SEVERAL = 8  # micro-batches
+DIVIDED = ShardingFlags(expert_parallel_size=2)
+SAVED: dict[str, dict[str, Any]] = {  # by name of the checkpoint; divided experts resume undivided, and vice versa
+    "full": {},
+    "lora": {"lora": True},
+    "divided": {"model": "qwen3_moe", "sharding": DIVIDED},
+    "undivided": {"model": "qwen3_moe"},
+}
+RESUMED = SAVED | {"divided": SAVED["undivided"], "undivided": SAVED["divided"]}
 
 
 class Worker:
@@ -99,6 +108,19 @@ class Worker:
             backend = FsdpBackend(network, SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
             results[name] = self.trained(name, backend)
             backend.export(self.folder / f"export-{name}")
+        return results
+
+    def divided(self) -> dict[str, Any]:
+        """Train with the experts divided over pairs of ranks; return also how many of this rank's numbers are here."""
+        results = {}
+        for model, recomputes in (("mixtral", False), ("qwen3_moe", True), ("gpt_oss", False)):
+            network = load_network(self.folder / model)
+            if recomputes:
+                recompute_activations(network.model, reentrant=False)
+            backend = FsdpBackend(network, SETTINGS, DIVIDED, CPU, learning_rate=RATE)
+            here = sum(local_shard(parameter).numel() for parameter in network.parameters())
+            results[model] = self.trained(f"divided-{self.ranks}-{model}", backend) | {"here": here}
+            backend.export(self.folder / f"export-divided-{self.ranks}-{model}")
         return results
 
     def compiled(self) -> dict[str, Any]:
@@ -224,9 +246,8 @@ class Worker:
     def save(self) -> dict[str, Any]:
         """Train a step, save, and train the others, which saving must not disturb."""
         results = {}
-        for lora in (False, True):
-            kind = "lora" if lora else "full"
-            backend = self.build(lora=lora)
+        for kind, options in SAVED.items():
+            backend = self.build(**options)
             before = train(backend, [self.mine(0)])
             backend.save(self.folder / f"checkpoint-{kind}")
             after = train(backend, [self.mine(step) for step in (1, 2)], first=1)
@@ -236,9 +257,8 @@ class Worker:
     def resume(self) -> dict[str, Any]:
         """Continue the runs that four processes saved."""
         results = {}
-        for lora in (False, True):
-            kind = "lora" if lora else "full"
-            backend = self.build(lora=lora)
+        for kind, options in RESUMED.items():
+            backend = self.build(**options)
             backend.load(self.folder / f"checkpoint-{kind}")
             results[kind] = train(backend, [self.mine(step) for step in (1, 2)], first=1)
             results[kind]["steps"] = backend.steps_taken()
@@ -260,7 +280,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     start_processes(CPU)
     worker = Worker(folder)
-    parts = [worker.matrix, worker.shards]
+    parts = [worker.matrix, worker.shards, worker.divided]
     if worker.ranks == 4:
         parts += [worker.save]
     else:

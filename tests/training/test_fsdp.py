@@ -37,6 +37,7 @@ from tests.training.fsdp_tensor_parallel import CASES
 pytestmark = pytest.mark.slow(seconds=2)
 CPU = torch.device("cpu")
 WORKER = "tests.training.fsdp_worker"
+EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss"]
 MATRIX = [(ranks, packed, lora) for ranks in (2, 4) for packed in (False, True) for lora in (False, True)]
 
 
@@ -47,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "llama")
     make_model(root / "tied", tie_word_embeddings=True)
     make_model(root / "shallow", num_hidden_layers=1)
-    make_model(root / "mixtral", "mixtral")
+    for family in EXPERTS:
+        make_model(root / family, family)
     make_model(root / "teacher", seed=3)
     make_model(root / "qwen3", "qwen3")
     make_model(root / "many_heads", num_key_value_heads=4)
@@ -121,6 +123,23 @@ def test_options_and_models_do_not_change_the_training(
     backend, expected = local(**kwargs)
     assert_same_training([rank["variants"][name] for rank in results[2]], expected)
     assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", EXPERTS)
+def test_divided_experts_train_like_one_process(
+    model: str, ranks: int, folder: Path, results: dict[int, Any], local: Local
+) -> None:
+    backend, expected = local(model)
+    shares = [rank["divided"][model] for rank in results[ranks]]
+    whole = sum(parameter.numel() for parameter in backend.network.parameters())
+    assert sum(share["here"] for share in shares) == whole
+    assert max(share["here"] for share in shares) < 1.1 * whole / ranks
+    assert_same_training(shares, expected)
+    name = f"divided-{ranks}-{model}"
+    assert_same_weights(folder / f"{name}.safetensors", backend)
+    exported = AutoModelForCausalLM.from_pretrained(folder / f"export-{name}", dtype=torch.float32)
+    assert_close(outputs_of(exported), outputs_of(backend.network.decoder), rtol=0.0, atol=1e-4)
 
 
 def test_compiled_layers_train_like_others(folder: Path, results: dict[int, Any]) -> None:
@@ -229,9 +248,9 @@ def test_a_ring_trains_like_one_process(folder: Path, results: dict[int, Any], l
     assert_same_weights(folder / "ring.safetensors", backend)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "divided", "undivided"])
 def test_two_ranks_resume_what_four_have_saved(kind: str, folder: Path, results: dict[int, Any], local: Local) -> None:
-    backend, expected = local(lora=kind == "lora")
+    backend, expected = local("qwen3_moe") if "divided" in kind else local(lora=kind == "lora")
     assert_same_training([rank["save"][kind] for rank in results[4]], expected)
     resumed = [rank["resume"][kind] for rank in results[2]]
     assert [one.pop("steps") for one in resumed] == [3, 3]
@@ -291,6 +310,11 @@ def test_checkpoints_that_do_not_fit_are_refused(results: dict[int, Any]) -> Non
         missing, other = rank["refused"]
         assert "nowhere has no fsdp folder" in missing
         assert "model.lm_head.weight should have the shape nothing, got [" in other
+
+
+def test_rows_of_divided_experts_are_divided_in_parts() -> None:
+    parts = [Block.whole((6,)).divided(0, rank % 2, 2).divided(0, rank // 2, 2) for rank in range(4)]
+    assert [list(part.ranges[0]) for part in parts] == [[0, 1], [3, 4], [2], [5]]
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(7, 4), (1, 4), (8, 2), (3, 5)])

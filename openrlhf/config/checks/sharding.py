@@ -4,6 +4,8 @@ By default, a single process trains with neither (see `backend_of`), so most rul
 processes or with universal checkpoints, which only DeepSpeed can read.
 """
 
+import math
+
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, TrainingConfig
 from openrlhf.config.runtime import backend_of, num_devices, resolve_runtime, used_roles
@@ -155,6 +157,31 @@ def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
             f"got {config.lora.lora_rank}",
             try_this="--backend fsdp, or --ds_tensor_parallel_size 1 --zero_stage 3",
         )
+
+
+def fsdp_divides_experts(config: TrainingConfig) -> None:
+    """Require FSDP without adapters for --expert_parallel_size, and a size that divides the processes of a model."""
+    size = config.sharding.expert_parallel_size
+    if size == 1:
+        return
+    if config.sharding.backend != "fsdp":
+        raise ConfigError(
+            f"--expert_parallel_size {size} divides experts under FSDP only, but --backend is"
+            f" {config.sharding.backend}",
+            try_this="--backend fsdp",
+        )
+    if config.lora.lora_rank > 0:
+        raise ConfigError(
+            f"--expert_parallel_size {size} cannot divide adapters of experts: expected --lora_rank 0, "
+            f"got {config.lora.lora_rank}",
+            try_this="--expert_parallel_size 1",
+        )
+    for name, count in model_processes(config, frozen=True).items():
+        if count % size:
+            raise ConfigError(
+                f"--expert_parallel_size {size} does not divide the number of processes ({count}) of {name}",
+                try_this=f"--expert_parallel_size {math.gcd(size, count)}",
+            )
 
 
 def four_bit_weights_are_not_sharded(config: TrainingConfig) -> None:

@@ -81,6 +81,9 @@ class ShardingFlags:
         "if the rest of the run is long enough to pay for it).",
     )
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
+    expert_parallel_size: int = flag(
+        1, "Devices over which the experts of a mixture of experts are divided; needs --backend fsdp.", POSITIVE
+    )
     ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
     ring_head_stride: int = flag(1, "Key heads per ring pass; must divide the number of key heads.", POSITIVE)
     local_rank: int = flag(-1, "Set by the launcher.")

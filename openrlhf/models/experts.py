@@ -1,0 +1,22 @@
+"""Mixtures of experts: what a model's config says about them, and the modules that hold them."""
+
+from torch import nn
+from transformers import PretrainedConfig
+
+NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts")  # of experts, as configs name it
+
+
+def number_of_experts(config: PretrainedConfig) -> int:
+    """Return the number of experts that a router of the model chooses from; 0 without experts."""
+    text = config.get_text_config()
+    return next((number for name in NUMBERS if (number := getattr(text, name, None))), 0)
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold the matrices of all experts of a layer, each kind in one tensor."""
+
+    def holds_experts(module: nn.Module) -> bool:
+        matrices = module._parameters.get("down_proj")
+        return matrices is not None and matrices.ndim == 3 and "num_experts" in vars(module)
+
+    return [module for module in model.modules() if holds_experts(module)]
