@@ -142,6 +142,7 @@ class Batch:
     target_mask: Tensor  # [rows, tokens] bool
     filler: bool = False
     prefixes: SharedPrefixes | None = None  # if sequences share prefixes; networks may compute each of them once
+    routed_experts: Tensor | None = None  # [rows, tokens, layers, k] int16, see Completion; -1 on padding
 
     @property
     def num_sequences(self) -> int:
@@ -305,6 +306,8 @@ class Completion:
     finish_reason: FinishReason
     version: int  # version of the weights that sampled the first token
     token_versions: NDArray[np.int32]  # [tokens]: version of the weights that sampled each token
+    # [tokens of the prompt and the completion but the last one, layers, k]: experts that a mixture of experts chose
+    routed_experts: NDArray[np.int16] | None = None
 
     @classmethod
     def of(
@@ -322,6 +325,7 @@ class Completion:
         return cls(tokens, values, text, finish_reason, version, np.full(len(tokens), version, dtype=np.int32))
 
 
+NOT_RECORDED = -1  # instead of the number of an expert: the engine did not report the experts of this token
 NOT_SAMPLED = -1  # version of a token that is part of a prompt or comes from the environment
 StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's last action token, reward)
 
@@ -354,5 +358,6 @@ class Trajectory:
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
     temperature_factors: NDArray[np.float32] | None = None  # [tokens]: sampling temperature / --temperature; None: 1
+    routed_experts: NDArray[np.int16] | None = None  # [tokens, layers, k], see Completion; -1 if not reported
     whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty restricted sampling in any turn
     episode: int | None = None  # equal for the trajectories of an episode with several of them, which share its reward

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from openrlhf.agents.scores import NOT_SCORED, Scored, kind_of, read_logs, read_number
 from openrlhf.errors import RewardError, RolloutError, counted
-from openrlhf.types import NOT_SAMPLED, Completion, Prompt, StepRewards, Trajectory
+from openrlhf.types import NOT_RECORDED, NOT_SAMPLED, Completion, Prompt, StepRewards, Trajectory
 
 Ranges: TypeAlias = list[tuple[int, int]]  # half-open token ranges of the actions
 Tokens: TypeAlias = NDArray[np.int32]  # [tokens] of an episode
+Turn: TypeAlias = tuple[int, int, Completion]  # start index and number of its tokens in the episode
 
 
 def join_turn(prompt: Prompt, completion: Completion, context_length: int, scored: Scored = NOT_SCORED) -> Trajectory:
@@ -36,6 +37,7 @@ def join_turn(prompt: Prompt, completion: Completion, context_length: int, score
         truncated=completion.finish_reason == "length",
         version=completion.version,
         extra_logs=scored.extra_logs,
+        routed_experts=spread_experts(start + kept, [(start, kept, completion)]),
     )
 
 
@@ -63,6 +65,11 @@ def read_trajectory(
     log_probs = read_log_probs(result.get("rollout_log_probs"), tokens, ranges, completions)
     versions = spread_versions(tokens, ranges, completions)
     factors = spread_temperatures(tokens, ranges, completions, temperature_factors)
+    turns: list[Turn] = []
+    if any(item.routed_experts is not None for item in completions):
+        with suppress(RolloutError):  # the experts of an action that the engine did not sample are not known
+            for place, count, number in match_completions(tokens, ranges, completions, "experts are recorded", ""):
+                turns.append((place, count, completions[number]))
 
     # Truncate at the context length and after the last action.
     kept = [(start, min(end, context_length)) for start, end in ranges if start < context_length]
@@ -92,6 +99,7 @@ def read_trajectory(
         extra_logs=read_logs(result.get("extra_logs"), 1, "the episode")[0],
         step_rewards=read_step_rewards(result.get("step_rewards"), length) if step_rewards else (),
         temperature_factors=None if factors is None else factors[:length],
+        routed_experts=spread_experts(length, turns),
         whole_vocabulary=whole_vocabulary,
     )
 
@@ -209,6 +217,26 @@ def spread_temperatures(
     problem = "the turns have several temperatures", "return the tokens as they were sampled"
     for place, count, number in match_completions(tokens, ranges, completions, *problem):
         spread[place : place + count] = factors[number]
+    return spread
+
+
+def spread_experts(length: int, turns: Sequence[Turn]) -> NDArray[np.int16] | None:
+    """Return the experts of the first `length` tokens of an episode, [length, layers, k]; None if none are reported.
+
+    A completion reports those of its prompt too, so a turn also tells the experts of observations before it. They are
+    ignored if the prompt was not the episode up to that turn.
+    """
+    spread: NDArray[np.int16] | None = None
+    known = 0  # tokens whose experts are known, from the first one on
+    for place, count, completion in turns:
+        found = completion.routed_experts  # [prompt and completion - 1, layers, k]
+        if found is None or len(found) + 1 - len(completion.token_ids) != place:
+            continue
+        if spread is None:
+            spread = np.full((length, *found.shape[1:]), NOT_RECORDED, np.int16)
+        end = min(place + count, len(found), length)
+        spread[known:end] = found[known:end]
+        known = max(known, end)
     return spread
 
 

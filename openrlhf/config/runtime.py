@@ -84,9 +84,13 @@ def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> 
 
 
 def caches_prefixes(config: RLConfig) -> bool:
-    """Return True if vLLM reuses the KV cache of common prefixes; by default, for agents, whose turns share them."""
+    """Return True if vLLM reuses the KV cache of common prefixes; by default, for agents, whose turns share them.
+
+    vLLM reports the experts of a prompt only together with its KV cache.
+    """
     given = config.engines.enable_prefix_caching
-    return config.rewards.agent_func_path is not None if given is None else given
+    needed = config.rewards.agent_func_path is not None or config.rollout.router_replay
+    return needed if given is None else given
 
 
 def generates_in_lockstep(config: RLConfig) -> bool:

@@ -35,10 +35,14 @@ class Layout:
     sharing: bool = True  # describe prefixes that sequences share, for networks that compute them once
 
     def combine(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
-        """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`."""
+        """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`.
+
+        Arrays of [tokens, ...] keep their further dimensions.
+        """
         if self.packing:
             return torch.from_numpy(np.concatenate(arrays))[None]
-        filled = np.full((len(arrays), max(map(len, arrays))), fill, dtype=arrays[0].dtype)
+        shape = (len(arrays), max(map(len, arrays)), *arrays[0].shape[1:])
+        filled = np.full(shape, fill, dtype=arrays[0].dtype)
         for row, array in zip(filled, arrays, strict=True):
             row[: len(array)] = array
         return torch.from_numpy(filled)

@@ -27,13 +27,15 @@ from openrlhf.models.inputs import (
     Arguments,
     CallLayout,
     DecoderCall,
+    batch_tokens,
     packed_call,
     padded_call,
     shared_call,
     single_calls,
 )
 from openrlhf.models.ring import Ring, Share
-from openrlhf.types import Batch, SharedPrefixes
+from openrlhf.models.router_replay import RoutedLayers
+from openrlhf.types import NOT_RECORDED, Batch, SharedPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class Network(nn.Module):
         self.layout: CallLayout = "packed" if packs else "padded"  # the self-test may change it
         self.shares_prefixes = False  # compute prefixes that sequences have in common once; set by the self-test
         self.ring: Ring | None = None  # set by the backend if several processes share each packed row
+        self.routed: RoutedLayers | None = None  # set for a policy that uses the experts chosen by the engine
         self.computes_in: torch.dtype | None = None  # set by a backend that keeps weights in another precision
 
     @property
@@ -259,6 +262,8 @@ class Network(nn.Module):
             arguments = (call.arguments if share is None else _shared_inputs(call.arguments, share)) | extra
             if self._accepted is not None:
                 arguments = {name: value for name, value in arguments.items() if name in self._accepted}
+            if self.routed is not None:
+                self._replay(self.routed, call, batch, share, num_calls=len(calls))
             outputs.append(self.decoder_without_head(**arguments))
 
         hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])  # [rows, hidden]
@@ -276,6 +281,25 @@ class Network(nn.Module):
             here = share.local(row[held])
             routed = tuple(share.join(logits[here], held, len(row)) for logits in routed)
         return LastStates(hidden, rows, self._aux_loss(routed, calls[0].arguments["attention_mask"]))
+
+    def _replay(
+        self, routed: RoutedLayers, call: DecoderCall, batch: Batch, share: Share | None, *, num_calls: int
+    ) -> None:
+        """Choose the experts recorded in a batch in the next call of the decoder, if there are any."""
+        if batch.routed_experts is None:
+            routed.replay(None)
+            return
+        if num_calls > 1 and torch.is_grad_enabled() and self.decoder.is_gradient_checkpointing:
+            raise ConfigError(
+                f"--router_replay: {type(self.decoder).__name__} is computed row by row, so activations cannot be"
+                " recomputed with the recorded experts",
+                try_this="without --gradient_checkpointing",
+            )
+        places = batch_tokens(call, batch)  # [positions of the call]
+        if share is not None:
+            places = share.cut(torch.nn.functional.pad(places, (0, share.bounds[-1] - len(places)), value=-1))
+        recorded = batch.routed_experts.flatten(0, 1)[places]  # [positions, layers, k]
+        routed.replay(recorded.masked_fill((places < 0)[:, None, None], NOT_RECORDED))
 
     def _apply_head(
         self,

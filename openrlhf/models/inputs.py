@@ -40,6 +40,17 @@ class DecoderCall:
     output_places: Tensor | None = None  # [tokens] in the flattened output; None: every position, in order
 
 
+def batch_tokens(call: DecoderCall, batch: Batch) -> Tensor:
+    """Return the place in the flattened batch of the token at each position of a call, -1 where there is none."""
+    ids = batch.input_ids
+    source = torch.arange(ids.numel(), device=ids.device) if call.batch_places is None else call.batch_places
+    if call.output_places is None:
+        return source
+    found = torch.full((call.arguments["input_ids"].numel(),), -1, device=ids.device)
+    # A shared prefix is at the places of all sequences that begin with it: take the last one.
+    return found.scatter_reduce(0, call.output_places, source, "amax")
+
+
 def packed_call(batch: Batch, gap: int) -> DecoderCall:
     """Return one call with all sequences in a single row, each followed by `gap` masked tokens."""
     places = batch.places

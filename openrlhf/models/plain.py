@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
+from openrlhf.models.router_replay import RoutedLayers
 
 Unshard = Callable[[Tensor], Tensor]  # returns the complete, detached tensor
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Unshard]]  # gathers sharded tensors within its context
@@ -186,6 +187,7 @@ def plain_copy(network: Network) -> Network:
     model._weight_conversions = decoder._weight_conversions  # so that checkpoint names stay the same
     made = Network(model.to(decoder.device), self_test=network.self_test).requires_grad_(False)
     made.layout = network.layout
+    made.routed = None if network.routed is None else RoutedLayers(model)
     for _ in load_weights(checkpoint_places(made), checkpoint_weights(network)):
         pass
     return made

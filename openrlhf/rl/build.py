@@ -30,6 +30,7 @@ from openrlhf.data.retokenization import Retokenizer
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_tokenizer
+from openrlhf.models.router_replay import RoutedLayers
 from openrlhf.monitor import say
 from openrlhf.rl.models import Critic, Models, Policy
 from openrlhf.rl.reward_models import ProcessRewardModel, RewardModel, load_reward_model, share_vocabulary
@@ -89,6 +90,8 @@ def build_reference(config: RLConfig, policy: Policy | None, device: torch.devic
 def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Policy:
     """Load the policy and set up its optimizer, schedule and objective."""
     network = make_network(config, load_language_model(config, str(config.model.pretrain), device), scalar=False)
+    if config.rollout.router_replay:
+        network.routed = RoutedLayers(network.decoder)
     flags, rate = config.optimizer, config.optimizer.actor_learning_rate
     backend = make_backend(config, network, flags, rate, device, role="policy")
     return Policy(

@@ -14,6 +14,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import caches_prefixes
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm, load_tokenizer
+from openrlhf.models.router_replay import RoutedLayers
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.spec import EngineSpec
@@ -32,6 +33,7 @@ def engine_spec(config: RLConfig) -> EngineSpec:
         seeded_requests=config.batches.full_determinism,
         whole_log_probs=config.rollout.whole_log_probs,
         keeps_cache=config.asynchrony.partial_rollout_keep_cache,
+        reports_experts=config.rollout.router_replay,
     )
 
 
@@ -51,5 +53,7 @@ def make_engine(
     whole = replace(spec.model, load_in_4bit=False)  # synced weights are merged and never quantised
     model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
     network = LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network
+    if spec.reports_experts:
+        network.routed = RoutedLayers(network.decoder)
     timeout = spec.engines.engine_timeout
     return HFEngine(network, tokenizer, whole_log_probs=spec.whole_log_probs, timeout=timeout).prepare()

@@ -143,6 +143,7 @@ class GapWatch:
                         [np.full(len(ids), NOT_SAMPLED, np.int32), item.token_versions[length:]]
                     ),
                     temperature_factors=factors,
+                    routed_experts=None,
                 )
             )
         if all(np.array_equal(other.input_ids, item.input_ids) for other, item in zip(others, chosen, strict=True)):

@@ -90,6 +90,8 @@ def make_table(items: Sequence[Trajectory], more: Mapping[str, Values]) -> pa.Ta
         "prompt": pa.StructArray.from_arrays(list(prompt.values()), names=list(prompt)),
         **{name: list_column([vars(item)[name] for item in items], dtype) for name, dtype in ARRAYS.items()},
         **{name: pa.array([vars(item)[name] for item in items], kind) for name, kind in SCALARS.items()},
+        "routed_experts": list_column([flat(item.routed_experts) for item in items], np.int16),
+        "routed_layers": pa.array([layers_of(item.routed_experts) for item in items], pa.int32()),
         "extra_logs": pa.array([json.dumps(dict(item.extra_logs)) for item in items], pa.string()),
         "step_rewards": pa.array(steps, STEPS),
     }
@@ -99,6 +101,16 @@ def make_table(items: Sequence[Trajectory], more: Mapping[str, Values]) -> pa.Ta
         else:
             columns[name] = text_column(values) if name == "response" else pa.array(values, pa.int64())
     return pa.table(columns)
+
+
+def flat(array: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Return an array with one dimension, or None."""
+    return None if array is None else array.reshape(-1)
+
+
+def layers_of(routed_experts: NDArray[Any] | None) -> int:
+    """Return the number of layers of [tokens, layers, k], with which `samples_of` restores the shape."""
+    return 0 if routed_experts is None else routed_experts.shape[1]
 
 
 def list_column(arrays: Sequence[Any], dtype: type[np.generic]) -> pa.Array:
@@ -134,6 +146,10 @@ def read_about(path: Path) -> Any:
 def samples_of(table: pa.Table) -> list[Trajectory]:
     """Return the samples of a table; their arrays are views of its columns."""
     arrays = {name: split_column(table.column(name)) for name in ARRAYS}
+    experts: list[NDArray[Any] | None] = [None] * len(table)
+    layers = [0] * len(table)
+    if "routed_experts" in table.column_names:  # not in older files
+        experts, layers = split_column(table.column("routed_experts")), table.column("routed_layers").to_pylist()
     plain = {name: table.column(name).to_pylist() for name in (*SCALARS, "prompt", "extra_logs", "step_rewards")}
     found = []
     for row in range(len(table)):
@@ -142,6 +158,9 @@ def samples_of(table: pa.Table) -> list[Trajectory]:
         known: dict[str, Any] = {name: values[row] for name, values in arrays.items()}
         known |= {name: plain[name][row] for name in SCALARS}
         prompt |= {"input_ids": tuple(prompt["input_ids"]), "label": json.loads(prompt["label"])}
+        routed = experts[row]
+        if routed is not None:
+            known["routed_experts"] = routed.reshape(len(known["input_ids"]), layers[row], -1)
         logs = json.loads(plain["extra_logs"][row])
         found.append(Trajectory(prompt=Prompt(**prompt), **known, extra_logs=logs, step_rewards=steps))
     return found

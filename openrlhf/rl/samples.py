@@ -19,7 +19,7 @@ from openrlhf.algo.balance import first_fit
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
 from openrlhf.data.shared_prefixes import PrefixGroup, find_prefixes, group_by_prefix
-from openrlhf.types import RolloutBatch, Trajectory
+from openrlhf.types import NOT_RECORDED, RolloutBatch, Trajectory
 
 CHUNK_TOKENS = 2**22  # tokens, with padding, for which values are computed at a time
 
@@ -160,7 +160,20 @@ class RolloutTokens:
             target_mask=self.lay_out(self.action_mask, samples),
             prefixes=find_prefixes(sequences) if self.layout.sharing else None,
             temperature_factors=factors,
+            routed_experts=self._routed_experts(items),
         )
+
+    def _routed_experts(self, items: Sequence[Trajectory]) -> Tensor | None:
+        """Return the experts that the engine chose for the given samples, [rows, tokens, layers, k]."""
+        shape = next((item.routed_experts.shape[1:] for item in items if item.routed_experts is not None), None)
+        if shape is None:
+            return None
+
+        def of(item: Trajectory) -> NDArray[np.int16]:
+            given = item.routed_experts
+            return np.full((len(item.input_ids), *shape), NOT_RECORDED, np.int16) if given is None else given
+
+        return self.layout.combine([of(item) for item in items], NOT_RECORDED)
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [tokens] of the given samples in the layout of a batch, [rows, tokens]."""

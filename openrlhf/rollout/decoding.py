@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from openrlhf.models.router_replay import RoutedLayers
 from openrlhf.rollout.cache import RowCache
 
 Tokens: TypeAlias = Sequence[int]
@@ -50,6 +51,10 @@ class DecodingRows(Protocol):
 
     def add(self, other: Self, /) -> None:
         """Append the rows of another `prefill`."""
+        ...
+
+    def experts(self, place: int) -> Tensor | None:
+        """Return the experts chosen for the tokens of a row, [tokens, layers, k]; None if they are not recorded."""
         ...
 
 
@@ -92,6 +97,7 @@ class ContinuousBatching:
     decoder: PreTrainedModel
     attention: str
     pads_prompts: bool = True  # False: prefill prompts of different lengths separately
+    routed: RoutedLayers | None = None  # records the experts that are chosen
 
     def __str__(self) -> str:
         prompts = "" if self.pads_prompts else ", prompts prefilled by length"
@@ -117,7 +123,7 @@ class ContinuousBatching:
             tokens = [torch.tensor(prompt, dtype=torch.long) for prompt in group]  # [tokens of the prompt] each
             ids = pad_sequence(tokens, batch_first=True, padding_side="left")  # [rows, columns], like the mask
             mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True, padding_side="left")
-            rows = CachedRows(CachedForward(self.decoder), RowCache(self.decoder.config), mask.to(device))
+            rows = CachedRows(CachedForward(self.decoder), RowCache(self.decoder.config), mask.to(device), self.routed)
             logits.append(rows.advance(ids.to(device), ended=()))
             prefilled.append(rows)
         first, *others = prefilled
@@ -133,6 +139,8 @@ class CachedRows:
     forward: CachedForward
     cache: RowCache
     mask: Tensor  # [rows, columns]: 1 for a token, 0 for the padding on the left
+    routed: RoutedLayers | None = None
+    chosen: Tensor | None = None  # [rows, columns, layers, k]: experts of each token, if recorded
 
     def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
         self.mask = pad(self.mask, (0, 1), value=1)  # append a column
@@ -146,7 +154,11 @@ class CachedRows:
         arguments = {"attention_mask": self.mask, "position_ids": positions}
         if ids.shape[1] == 1 and not self.cache.has_columns:
             del arguments["attention_mask"]  # models without attention expect a mask of the new tokens only
-        return self.forward(ids, self.cache, **arguments)[0]  # [rows, vocabulary]
+        logits = self.forward(ids, self.cache, **arguments)[0]  # [rows, vocabulary]
+        if self.routed is not None and self.routed.is_recording:
+            fresh = self.routed.chosen().unflatten(0, ids.shape)  # [rows, new tokens, layers, k]
+            self.chosen = fresh if self.chosen is None else torch.cat([self.chosen, fresh], dim=1)
+        return logits
 
     def keep(self, places: Sequence[int]) -> None:
         keep = torch.tensor(places, device=self.mask.device)
@@ -154,9 +166,17 @@ class CachedRows:
         drop_left = int((mask.cumsum(1) == 0).sum(1).min())  # columns that are padding in all kept rows
         self.cache.keep_rows(keep, drop_left)
         self.mask = mask[:, drop_left:]
+        if self.chosen is not None:
+            self.chosen = self.chosen[keep][:, drop_left:]
 
     def add(self, *others: CachedRows) -> None:
         self.cache.add_rows(*(other.cache for other in others))
         masks = [self.mask, *(other.mask for other in others)]  # [rows, columns] each
         longest = max(mask.shape[1] for mask in masks)
         self.mask = torch.cat([pad(mask, (longest - mask.shape[1], 0)) for mask in masks])
+        recorded = [chosen for chosen in (self.chosen, *(other.chosen for other in others)) if chosen is not None]
+        if recorded:
+            self.chosen = torch.cat([pad(item, (0, 0, 0, 0, longest - item.shape[1], 0)) for item in recorded])
+
+    def experts(self, place: int) -> Tensor | None:
+        return None if self.chosen is None else self.chosen[place, self.mask[place].bool()]

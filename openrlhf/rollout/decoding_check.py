@@ -83,7 +83,7 @@ def strategies_for(network: Network) -> Iterator[Decoding]:
         attentions = (own,)
     for pads_prompts in (True, False):
         for attention in attentions:
-            yield ContinuousBatching(decoder, attention, pads_prompts)
+            yield ContinuousBatching(decoder, attention, pads_prompts, network.routed)
     for by_length in (True, False):
         for attention in attentions:
             yield OwnCaches(decoder, attention, by_length)

@@ -89,6 +89,9 @@ class GroupedRows:
             places = [None if place is None else place + first for place in group.places]
             self.groups.append(CacheGroup(group.cache, places))
 
+    def experts(self, place: int) -> Tensor | None:
+        return None
+
 
 @dataclass(frozen=True)
 class Uncached:
@@ -140,3 +143,6 @@ class WholeRows:
 
     def add(self, other: WholeRows) -> None:
         self.sequences += other.sequences
+
+    def experts(self, place: int) -> Tensor | None:
+        return None

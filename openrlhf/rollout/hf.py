@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self, TypeAlias
 
@@ -51,6 +51,17 @@ class RunningRow:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None while the row is running
+    experts: Tensor | None = None  # [tokens, layers, k] of prompt and completion, of a row that has ended, if recorded
+
+    def completion(self, text: str, version: int) -> Completion:
+        """Return the completion of a row that has ended."""
+        assert self.finish_reason is not None, "only rows that have ended are retired"
+        made = Completion.of(self.token_ids, self.log_probs, text, self.finish_reason, version)
+        if self.experts is None:
+            return made
+        # The last token is never an input. A row that has ended may stay, and get more tokens, before it is removed.
+        inputs = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+        return replace(made, routed_experts=self.experts[:inputs].cpu().numpy())
 
 
 @dataclass
@@ -125,19 +136,13 @@ class HFEngine:
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # rows of similar length need little padding
         completions: dict[int, Completion] = {}
         running: RunningBatch | None = None
-        with evaluating(self.network.decoder, self.decoding.attention), self._watched(len(requests)):
+        records = nullcontext() if self.network.routed is None else self.network.routed.recording()
+        with evaluating(self.network.decoder, self.decoding.attention), self._watched(len(requests)), records:
             while waiting or running:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 for row in finished:
-                    assert row.finish_reason is not None, "only rows that have ended are retired"
-                    completions[row.index] = Completion.of(
-                        row.token_ids,
-                        row.log_probs,
-                        str(self.tokenizer.decode(row.token_ids)),
-                        row.finish_reason,
-                        self.version,
-                    )
+                    completions[row.index] = row.completion(str(self.tokenizer.decode(row.token_ids)), self.version)
                     if on_done:
                         on_done(row.index, completions[row.index])
                 if running:
@@ -183,10 +188,13 @@ class HFEngine:
         """Remove rows that have ended, once there are enough of them; return the remaining batch and these rows."""
         active = [index for index, row in enumerate(running.rows) if row.finish_reason is None]
         ended = [row for row in running.rows if row.finish_reason is not None]
+        if active and len(ended) < self._worth_a_copy(running, num_waiting):
+            return running, []
+        for index, row in enumerate(running.rows):
+            if row.finish_reason is not None:
+                row.experts = running.state.experts(index)
         if not active:
             return None, ended
-        if len(ended) < self._worth_a_copy(running, num_waiting):
-            return running, []
         running.state.keep(active)
         running.sampling = running.sampling.rows(torch.tensor(active, device=running.sampling.uniforms.device))
         running.rows = [running.rows[index] for index in active]

@@ -23,6 +23,7 @@ class EngineSpec:
     max_num_seqs: int | None = None  # maximum concurrent sequences in vLLM (default: vLLM's choice)
     whole_log_probs: bool = False  # return log-probs over the whole vocabulary even if sampling is truncated
     keeps_cache: bool = False  # at a weight sync, unfinished requests keep the keys and values of the older weights
+    reports_experts: bool = False  # report the experts that a mixture of experts chose for each token
     awaits_weights: bool = True  # do not generate before the policy's weights have been received
 
     def divided(self, count: int) -> Self:

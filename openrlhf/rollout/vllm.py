@@ -80,7 +80,9 @@ class VLLMEngine(StepLoop):
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         self._ends: frozenset[int] = frozenset()
         try:
-            super().__init__(spec.engines.engine_timeout, keeps_cache=spec.keeps_cache)
+            super().__init__(
+                spec.engines.engine_timeout, keeps_cache=spec.keeps_cache, reports_experts=spec.reports_experts
+            )
         except Exception as error:  # vLLM's errors have no common base class, and every layer below may fail
             raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 
@@ -204,6 +206,7 @@ def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLM
         logprobs_mode="raw_logprobs" if spec.whole_log_probs else "processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        enable_return_routed_experts=spec.reports_experts,
     )
     # Same context as vLLM's offline class: with the defaults of a server, fewer requests would run concurrently.
     return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

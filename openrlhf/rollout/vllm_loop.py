@@ -25,6 +25,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from openrlhf.errors import RolloutError, counted
 from openrlhf.rollout.command_thread import CommandThread, Waiter, on_thread
 from openrlhf.rollout.engine import Checksums, Part, Weights
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from openrlhf.rollout.vllm_worker import Received
 
+RequestOutput: TypeAlias = Any  # vllm.RequestOutput, likewise
 LLMEngine: TypeAlias = Any  # vllm.v1.engine.llm_engine.LLMEngine, whose interface differs between releases
 SHOWN = 5  # names listed in a message
 COUNT_SECONDS = 1.0  # maximum seconds between two counts of tokens
@@ -80,6 +84,23 @@ def rejections() -> Iterator[None]:
         raise RolloutError(f"vLLM rejects this request: {error}") from error
 
 
+def routed_experts(output: RequestOutput) -> NDArray[np.int16]:
+    """Return the experts that vLLM reports for a finished request, [all tokens but the last, layers, k].
+
+    Some versions report those of the prompt apart from those of the completion, and some also those of the last token.
+    """
+    made = output.outputs[0]
+    parts = [getattr(output, "prompt_routed_experts", None), getattr(made, "routed_experts", None)]
+    found = [part for part in parts if part is not None]
+    expected = len(output.prompt_token_ids) + len(made.token_ids) - 1
+    rows = np.concatenate(found).astype(np.int16) if found else np.empty((0, 0, 0), np.int16)
+    if len(rows) < expected:
+        raise RolloutError(
+            f"vLLM reported the experts of {len(rows)} tokens: expected {expected}", try_this="without --router_replay"
+        )
+    return rows[:expected]
+
+
 class StepLoop(CommandThread):
     """The commands that run on vLLM's thread.
 
@@ -88,9 +109,9 @@ class StepLoop(CommandThread):
 
     _engine: LLMEngine  # set by `_build` of the subclass
 
-    def __init__(self, timeout: float, *, keeps_cache: bool = False) -> None:
+    def __init__(self, timeout: float, *, keeps_cache: bool = False, reports_experts: bool = False) -> None:
         self.version = 0
-        self._keeps_cache = keeps_cache
+        self._keeps_cache, self._reports_experts = keeps_cache, reports_experts
         self._running: dict[str, RunningRequest] = {}  # by request id
         self._count = 0  # requests so far; numbers their ids
         # By request id: the older versions that sampled tokens of it, each with the number of tokens up to its end.
@@ -254,6 +275,8 @@ class StepLoop(CommandThread):
             running = self._running.pop(output.request_id)
             call, older = running.call, self._older.pop(output.request_id, [])
             whole = Completion.of(made.token_ids, made.logprobs.logprobs, "", made.finish_reason, self.version)
+            if self._reports_experts:
+                whole = replace(whole, routed_experts=routed_experts(output))
             for version, end in reversed(older):
                 whole.token_versions[:end] = version
             call.completions[running.index] = replace(whole, version=older[0][0]) if older else whole

@@ -5,6 +5,8 @@ Adapters leave the weights below them as they are, so a run whose reference is -
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from openrlhf.models.forward import Requested
@@ -21,8 +23,9 @@ class BaseReference(Frozen):
         self.backend = backend
 
     def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
+        routed_itself = replace(batch, routed_experts=None)  # as a reference with weights of its own
         with without_adapters(self.network.model):
-            return self.backend.forward(batch, kind, temperature=temperature)
+            return self.backend.forward(routed_itself, kind, temperature=temperature)
 
     def most_rounds(self, count: int) -> int:
         return self.backend.most_rounds(count)

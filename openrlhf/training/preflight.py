@@ -29,7 +29,8 @@ def check_models(config: TrainingConfig) -> None:
     """Check the flags for experts, ring attention and tensor parallelism against the models to be trained."""
     sharding, coef = config.sharding, config.model.aux_loss_coef
     sizes = (sharding.ring_attn_size, sharding.ds_tensor_parallel_size, sharding.expert_parallel_size)
-    if coef <= AUX_ON and max(sizes) == 1:
+    replays = isinstance(config, RLConfig) and config.rollout.router_replay
+    if coef <= AUX_ON and max(sizes) == 1 and not replays:
         return
     trained: dict[str, str | None] = {"policy": config.model.pretrain}
     if isinstance(config, RLConfig):
@@ -41,11 +42,14 @@ def check_models(config: TrainingConfig) -> None:
         if sharding.ring_attn_size > 1:
             check_ring(model, sharding)
         check_experts(model, name, sharding.expert_parallel_size)
-        if role == "policy" and sharding.expert_parallel_size > 1 and not number_of_experts(model):
-            raise ConfigError(
-                f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
-                try_this="--expert_parallel_size 1",
-            )
+        if role == "policy" and not number_of_experts(model):
+            if sharding.expert_parallel_size > 1:
+                raise ConfigError(
+                    f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
+                    try_this="--expert_parallel_size 1",
+                )
+            if replays:
+                raise ConfigError(f"--router_replay: {name} has no experts", try_this="without --router_replay")
         size = sharding.ds_tensor_parallel_size
         heads = getattr(model.get_text_config(), "num_attention_heads", size)
         if heads % size:

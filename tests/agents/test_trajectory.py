@@ -53,6 +53,24 @@ def test_two_turns_by_hand():
     assert got.step_rewards == ()
 
 
+def with_experts(completion, prompt_length):
+    """Experts [tokens, 1 layer, 1 choice] that name the completion's tokens and, negated, the places of its prompt."""
+    experts = [-place - 10 for place in range(prompt_length)] + completion.token_ids.tolist()[:-1]
+    return replace(completion, routed_experts=np.array(experts, np.int16).reshape(-1, 1, 1))
+
+
+def test_each_turn_tells_the_experts_of_the_tokens_before_it():
+    first, second = with_experts(NUMBERS, 2), with_experts(MORE, 6)
+    assert read(completions=(first, second)).routed_experts.flatten().tolist() == [-10, -11, 21, -13, -14, -15, -1]
+    assert read(completions=(first, MORE)).routed_experts.flatten().tolist() == [-10, -11, 21, -1, -1, -1, -1]
+    other_prompt = with_experts(MORE, 5)  # the agent left a token out
+    assert read(completions=(first, other_prompt)).routed_experts.flatten().tolist() == [-10, -11, 21, *[-1] * 4]
+    assert read(3, completions=(first, second)).routed_experts.flatten().tolist() == [-10, -11, 21]
+    assert read().routed_experts is None
+    joined = join_turn(prompt("1+"), first, 100)
+    assert joined.routed_experts.flatten().tolist() == [-10, -11, 21, -1]
+
+
 def test_feedback_after_the_last_action_is_cut_off():
     got = read(action_ranges=[[2, 4]])
     assert got.input_ids.tolist() == [11, 12, 21, 22]

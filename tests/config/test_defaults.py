@@ -414,6 +414,7 @@ ADDED_TO_TRAINING = {
     "expert_parallel_size": 1,
 }
 ADDED_TO_RL = {
+    "router_replay": False,
     "top_k": -1,
     "min_p": 0.0,
     "stop": (),

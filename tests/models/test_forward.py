@@ -36,12 +36,13 @@ from openrlhf.types import Batch
 from tests.tiny import CONFIGS
 
 CAPPED = "gemma2"  # caps its attention scores, so our attention rejects it (tested below)
+UNABLE = {(CAPPED, SEGMENTED), ("gpt_oss", "sdpa"), ("gpt_oss", SEGMENTED)}  # GPT-OSS has attention sinks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [pair for pair in itertools.product(CONFIGS, ATTENTIONS) if pair != (CAPPED, SEGMENTED)],
+    [pair for pair in itertools.product(CONFIGS, ATTENTIONS) if pair not in UNABLE],
 )
 def test_log_probs_are_those_of_the_plain_model(kind, attention, layout):
     rows = make_rows()

@@ -97,6 +97,7 @@ def test_an_invalid_reward_is_found_before_a_model_loads(run_ppo, line, complain
     ("flags", "complaint"),
     [
         ({"aux_loss_coef": 0.1}, "--aux_loss_coef 0.1 needs a model with a router loss"),
+        ({"router_replay": True}, "has no experts"),
         (
             {"runtime": "ray", "actor_num_gpus_per_node": 3, "ds_tensor_parallel_size": 3},
             "--ds_tensor_parallel_size 3 does not divide the 4 attention heads",

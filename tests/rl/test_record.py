@@ -68,7 +68,8 @@ def test_samples_are_restored(tmp_path, monkeypatch):
     factors = np.array([1.0, 1.0, 2.0, 1.0, 0.5], np.float32)
     odd = replace(ITEM.prompt, text="a lone \udc00 surrogate", label="text")
     bare = replace(ITEM, step_rewards=(), extra_logs={})
-    items = [ITEM, replace(ITEM, temperature_factors=factors), bare, ITEM, ITEM]
+    routed = replace(ITEM, routed_experts=np.arange(30, dtype=np.int16).reshape(5, 3, 2))
+    items = [ITEM, replace(ITEM, temperature_factors=factors), bare, routed, ITEM]
     write_samples(tmp_path / "samples.parquet", items, {"step": [1] * 5}, about={"more": [1]})
     assert plain(read_samples(tmp_path / "samples.parquet")) == plain(items)
     assert read_about(tmp_path / "samples.parquet") == {"more": [1]}

@@ -1,5 +1,7 @@
 """Splitting samples into micro-batches: none is lost, budgets hold, and every rank has work."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,9 @@ from hypothesis import strategies as st
 
 from openrlhf.data.collate import Layout
 from openrlhf.data.shared_prefixes import find_prefixes
-from openrlhf.rl.samples import Batching
+from openrlhf.rl.samples import Batching, RolloutTokens
+from openrlhf.types import Prompt
+from tests.samples import make_trajectory
 
 LAYOUT = Layout(packing=True, pad_id=0)
 PROMPT, RESPONSE = 40, 20  # tokens
@@ -26,6 +30,18 @@ def make_groups(count, samples, prompt=PROMPT, responses=(RESPONSE,)):
         np.concatenate([prompts[number % count], random.integers(2, 1000, responses[number % count % len(responses)])])
         for number in range(count * samples)
     ]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_batches_hold_the_experts_of_the_engine(packing):
+    experts = np.arange(8, dtype=np.int16).reshape(4, 1, 2)
+    routed = replace(make_trajectory(Prompt(0, "", (1,)), ids=(1, 2, 3, 4), mask=[True] * 4), routed_experts=experts)
+    other = make_trajectory(Prompt(1, "", (1,)), ids=(1, 2, 3), mask=[True] * 3)
+    layout = Layout(packing=packing, pad_id=0)
+    found = RolloutTokens.of([other, routed], layout).batch([0, 1]).routed_experts
+    missing = [[[-1, -1]]] * 3
+    assert found.tolist() == ([missing + experts.tolist()] if packing else [[*missing, [[-1, -1]]], experts.tolist()])
+    assert RolloutTokens.of([other], layout).batch([0]).routed_experts is None
 
 
 @given(LENGTHS, st.integers(1, 16), st.integers(1, 5))

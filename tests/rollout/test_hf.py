@@ -15,10 +15,11 @@ from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.load import add_adapters, load_causal_lm
 from openrlhf.models.plain import checkpoint_weights, plain_copy
+from openrlhf.models.router_replay import RoutedLayers
 from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.types import Prompt, Request, SamplingParams
+from openrlhf.types import NOT_RECORDED, Prompt, Request, SamplingParams
 from tests.commands import command_environ
 from tests.samples import plain
 from tests.tiny import CONFIGS, make_model
@@ -86,6 +87,24 @@ def test_every_family_of_models(kind, tmp_path, tokenizer):
                 weight.mul_(8)
     network, asked = Network(model.eval()), requests(tokenizer)
     assert_trainable(network, asked, HFEngine(network, tokenizer, max_rows=3).complete(asked))
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("max_rows", [3, 128])
+def test_experts_are_recorded_for_prompt_and_completion(max_rows, kind, tmp_path, tokenizer):
+    network = Network(AutoModelForCausalLM.from_pretrained(make_model(tmp_path, kind)).eval())
+    network.routed = RoutedLayers(network.decoder)
+    asked = requests(tokenizer) + requests(tokenizer)[:3]  # some prompts occur twice
+    for request, completion in zip(asked, HFEngine(network, tokenizer, max_rows=max_rows).complete(asked), strict=True):
+        ids = [*request.prompt_token_ids, *completion.token_ids.tolist()]
+        with network.routed.recording(), torch.no_grad():
+            network.decoder(input_ids=torch.tensor([ids[:-1]]))
+            assert completion.routed_experts.tolist() == network.routed.chosen().tolist()
+        item = join_turn(Prompt(0, "", request.prompt_token_ids), completion, 1000)
+        assert item.routed_experts.shape == (len(ids), 2, 2)
+        assert item.routed_experts[-1].tolist() == [[NOT_RECORDED] * 2] * 2
+    assert not network.routed.is_recording
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 128])

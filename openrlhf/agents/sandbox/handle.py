@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openrlhf.agents.sandbox import messages
@@ -179,4 +179,5 @@ class WorkerHandle(ABC):
                 call.answer.set_exception(error)  # the sample did not cause this error, so raise it unchanged
         elif call.number in self.calls and not self.killed:
             deadline.resume()
-            self.send(messages.EngineAnswer(call.number, message.request, answer.result()))
+            told = replace(answer.result(), routed_experts=None)  # only the trainer needs them
+            self.send(messages.EngineAnswer(call.number, message.request, told))

@@ -97,7 +97,7 @@ class EngineFlags:
     enable_prefix_caching: bool | None = flag(
         None,
         "Reuse the KV cache of common prefixes; it is reset at each weight sync (default: on with --agent_func_path, "
-        "whose turns share a prefix).",
+        "whose turns share a prefix, and with --router_replay).",
     )
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
     max_restarts: int = flag(1, "How many times a dead engine is restarted before the run stops.", NOT_NEGATIVE)

@@ -80,6 +80,9 @@ class RolloutFlags:
     top_k: int = flag(-1, "Sample from the k most likely tokens; -1 means all of them.", POSITIVE_OR_MINUS_ONE)
     min_p: float = flag(0.0, "Exclude tokens below this fraction of the highest token probability.", SHARE)
     stop: tuple[str, ...] = flag((), "Strings that end a response.")
+    router_replay: bool = flag(
+        False, "Mixtures of experts: compute each token of the policy with the experts that the engine chose for it."
+    )
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
     rollout_record_gib: float = flag(
         10.0,
