@@ -74,7 +74,7 @@ LOSSES = (
     train(
         "aux_loss",
         (*SUPERVISED, *RL),
-        "Load-balancing loss of a mixture of experts (`--aux_loss_coef`).",
+        "Load-balancing loss of a mixture of experts, over all tokens of the step (`--aux_loss_coef`).",
         "Near its minimum, the number of experts per token; higher means that few experts get most tokens.",
     ),
 )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from openrlhf.algo.expert_balance import router_loads
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
@@ -42,7 +43,10 @@ from openrlhf.types import NOT_RECORDED, Batch, SharedPrefixes
 class Outputs:
     """Base class of the outputs of a forward pass; callers select a subclass: `network(batch, LogProbs).log_probs`."""
 
-    aux_loss: Tensor | None = None  # load-balancing loss of a mixture of experts, if enabled
+    # With a load-balancing loss, [experts] each, means over layers: the tokens that each expert gets, and the sum of
+    # its probabilities over tokens.
+    expert_counts: Tensor | None = None
+    expert_probabilities: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,8 @@ class LastStates:
 
     hidden: Tensor  # [rows, hidden]
     rows: Tensor | None = None  # [tokens of the flattened batch]: the row of each token; None: in the same order
-    aux_loss: Tensor | None = None
+    expert_counts: Tensor | None = None  # see Outputs
+    expert_probabilities: Tensor | None = None
 
     def at(self, places: Tensor) -> Tensor:
         """Return the hidden states [places, hidden] at places of the flattened batch."""
@@ -245,7 +250,8 @@ class Network(nn.Module):
                 name: values.new_zeros(shape.numel()).index_put((batch.places.targets,), values).view(shape)
                 for name, values in found.items()
             }
-        return kind(aux_loss=states.aux_loss, **found)
+        loads = {"expert_counts": states.expert_counts, "expert_probabilities": states.expert_probabilities}
+        return kind(**loads, **found)
 
     def _hidden(self, batch: Batch, share: Share | None) -> LastStates:
         """Run the decoder over a batch or share."""
@@ -280,7 +286,7 @@ class Network(nn.Module):
             held = share.held(row)
             here = share.local(row[held])
             routed = tuple(share.join(logits[here], held, len(row)) for logits in routed)
-        return LastStates(hidden, rows, self._aux_loss(routed, calls[0].arguments["attention_mask"]))
+        return LastStates(hidden, rows, *self._router_loads(routed, calls[0].arguments["attention_mask"]))
 
     def _replay(
         self, routed: RoutedLayers, call: DecoderCall, batch: Batch, share: Share | None, *, num_calls: int
@@ -348,18 +354,14 @@ class Network(nn.Module):
             log_probs[call.batch_places[1:]] = found.squeeze(-1)
         return {"log_probs": torch.where(batch.target_mask, log_probs.view_as(batch.target_mask), 0.0)}
 
-    def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
-        """Return the load-balancing loss, from the model's own module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
-        decoder = self.decoder
-        balance = vars(sys.modules[type(decoder).__module__])["load_balancing_loss_func"]
-        config: Any = decoder.config
+    def _router_loads(self, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `expert_counts` and `expert_probabilities`, see Outputs; the logits are [tokens, experts]."""
         if self.training and torch.is_grad_enabled() and not router_logits[0].requires_grad:
             raise ConfigError(
                 "--aux_loss_coef has no gradient with --gradient_checkpointing_use_reentrant",
                 try_this="without --gradient_checkpointing_use_reentrant",
             )
-        experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
-        return balance(router_logits, experts, config.num_experts_per_tok, attention_mask)
+        return router_loads(router_logits, self.decoder.config.num_experts_per_tok, mask)
 
 
 def share_alike(networks: Sequence[Network]) -> None:

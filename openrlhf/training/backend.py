@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from openrlhf.algo.reduce import Metrics, Moments, add_metrics, sequence_count
 from openrlhf.errors import BackendError
 from openrlhf.models.export import save_model, saved_tensors
-from openrlhf.models.forward import Network, Requested, Teacher
+from openrlhf.models.forward import HiddenStates, Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.atomic_folder import Ranks
 from openrlhf.training.fsdp_checkpoint import Block
@@ -55,13 +55,20 @@ class StepTotals:
     targets: Tensor  # target tokens; [] float64, like the other fields
     trained_sequences: Tensor  # sequences with at least one target
     sequences: Tensor
+    tokens: Tensor
     micro_batches: Tensor
+    expert_counts: Tensor | None = None  # [experts], see Outputs; None without experts, or of this micro-batch alone
+
+    @property
+    def sizes(self) -> tuple[Tensor, ...]:
+        """The totals that a loss may be divided by."""
+        return self.targets, self.trained_sequences, self.sequences, self.tokens, self.micro_batches
 
 
 def counts(batch: Batch) -> Tensor:
-    """Return the contribution of a micro-batch to each of the `StepTotals`, [4] float64; zeros for a filler."""
+    """Return the contribution of a micro-batch to the sizes of `StepTotals`, [5] float64; zeros for a filler."""
     trained = sequence_count(batch.target_mask, batch.sequence_ids)
-    found = (float(batch.target_mask.sum()), float(trained), batch.num_sequences, 1.0)
+    found = (float(batch.target_mask.sum()), float(trained), batch.num_sequences, float(batch.lengths.sum()), 1.0)
     return torch.tensor(found, dtype=torch.float64) * (not batch.filler)
 
 
@@ -168,8 +175,9 @@ class TrainBackend(Frozen, Ranks, ABC):
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         """Accumulate the gradients of a whole optimizer step."""
         self.meter.begin(micro_batches)
-        totals = StepTotals(*self.sum_over_ranks(torch.stack([counts(batch) for batch in micro_batches]).sum(0)))
+        sizes = self.sum_over_ranks(torch.stack([counts(batch) for batch in micro_batches]).sum(0))
         on_device = [batch.to(self.device) for batch in micro_batches]
+        totals = StepTotals(*sizes, expert_counts=self._count_experts(on_device))
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:
@@ -185,6 +193,21 @@ class TrainBackend(Frozen, Ranks, ABC):
             self._check_share(float(losses[0]), on_device[0], objective, totals)
         return StepLosses(torch.stack(losses), self.sum_metrics(add_metrics(metrics)))  # [micro-batches]
 
+    def _count_experts(self, micro_batches: Sequence[Batch]) -> Tensor | None:
+        """Return how many tokens of a step each expert gets, if its load-balancing loss needs them in advance.
+
+        This takes a forward pass over each micro-batch: the gradient of one depends on the choices in all others.
+        """
+        is_whole = len(micro_batches) == 1 and self.data_parallel_size == 1
+        if is_whole or not self.network.with_aux_loss:
+            return None
+        found: list[Tensor] = []
+        for batch in micro_batches:
+            loads = self.forward(batch, HiddenStates).expert_counts
+            assert loads is not None
+            found.append(loads * (not batch.filler))
+        return self.sum_over_ranks(torch.stack(found).sum(0))
+
     @torch.no_grad()
     def _check_share(self, share: float, batch: B, objective: Objective[B], totals: StepTotals) -> None:
         """Raise if a micro-batch's share of the step's loss does not match its size, as with a loss that averages.
@@ -198,8 +221,8 @@ class TrainBackend(Frozen, Ranks, ABC):
         self.module.train()
         if batch.filler or not (math.isfinite(share) and math.isfinite(alone)) or abs(alone) < LEAST_LOSS:
             return
-        # The micro-batch's fractions of all targets, sequences and micro-batches; an objective divides by one of these.
-        parts = [float(mine / whole) for mine, whole in zip(astuple(own), astuple(totals), strict=True) if whole > 0]
+        # The micro-batch's fractions of the step's totals; an objective divides by one of these.
+        parts = [float(mine / whole) for mine, whole in zip(own.sizes, totals.sizes, strict=True) if whole > 0]
         if not min(parts) / SLACK < share / alone < max(parts) * SLACK:
             raise BackendError(
                 f"the first of {totals.micro_batches:g} micro-batches has a wrong share of the step's loss: expected "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algo import preference_loss, token_loss
+from openrlhf.algo.expert_balance import balance_loss
 from openrlhf.algo.reduce import Mean, Metrics, masked_log_probs, mean_of, moments, sequence_means, sequence_sums
 from openrlhf.config.sections.objectives import (
     DirectPreferenceFlags,
@@ -88,14 +89,14 @@ class ReferencedLabels(LabelledBatch):
 def add_aux(
     loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, totals: StepTotals
 ) -> tuple[Tensor, Metrics]:
-    """Add the load-balancing loss of a mixture of experts, averaged over micro-batches.
-
-    This is the only term that depends on how a step is split into micro-batches.
-    """
-    if outputs.aux_loss is None:
+    """Add this micro-batch's share of the load-balancing loss of a mixture of experts."""
+    if outputs.expert_counts is None or outputs.expert_probabilities is None:
         return loss, metrics
-    metrics = {**metrics, "aux_loss": mean_of(outputs.aux_loss.detach().reshape(1))}
-    return loss + coef * outputs.aux_loss / totals.micro_batches.to(outputs.aux_loss), metrics
+    counts = outputs.expert_counts if totals.expert_counts is None else totals.expert_counts
+    share = balance_loss(outputs.expert_probabilities, counts.to(loss), totals.tokens.to(loss))
+    # The shares of all micro-batches add up to the loss, and metrics are means over micro-batches.
+    whole = share.detach() * totals.micro_batches.to(loss)
+    return loss + coef * share, {**metrics, "aux_loss": mean_of(whole.reshape(1))}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from openrlhf.rl.reward_models import ProcessRewardModel
 from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, Run, StepTotals, TrainBackend
 from openrlhf.training.moving_average import MovingAverage
+from openrlhf.training.objectives import add_aux
 from openrlhf.types import Batch
 
 # An eps above rounding: otherwise a gradient of zero, up to rounding, would move a weight by its sign.
@@ -82,9 +83,7 @@ class Sft:
     def loss(self, run: Run, batch: Batch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
         loss, metrics = sft_loss(outputs.log_probs, batch.target_mask, totals.targets)
-        if outputs.aux_loss is not None:
-            loss = loss + 0.1 * outputs.aux_loss / totals.micro_batches
-        return loss, metrics
+        return add_aux(loss, metrics, outputs, 0.1, totals)
 
 
 class Distil(Sft):

@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -241,16 +242,20 @@ def test_an_incomplete_micro_batch_counts_by_its_rows(policy):
     assert_close(result.losses[1], alone.losses[0] / 3)
 
 
-def test_the_expert_balance_is_averaged_over_micro_batches(tmp_path):
+def test_the_expert_balance_does_not_depend_on_micro_batches(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_model(Path(tmp_path), "mixtral"))
     rows = token_rows()
-
-    def losses(size, coef):
+    whole = collate(rows, packing=False, pad_id=1)
+    mask = (whole.sequence_ids >= 0).long()
+    own = model(input_ids=whole.input_ids, attention_mask=mask, output_router_logits=True).aux_loss
+    found = []
+    for size in (2, 3, 7):
         backend = LocalBackend(Network(deepcopy(model), with_aux_loss=True), OptimizerFlags(), CPU, learning_rate=0.0)
         batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
-        return backend.forward_backward(batches, SFT(coef))
-
-    for size in (2, 7):
-        plain, balanced = losses(size, 0.0), losses(size, 0.5)
-        aux = balanced.metrics["aux_loss"].value
-        assert_close((balanced.losses.sum() - plain.losses.sum()).double(), 0.5 * aux, atol=1e-5, rtol=1e-5)
+        result = backend.forward_backward([*batches, replace(batches[0], filler=True)], SFT(0.5))
+        assert_close(result.metrics["aux_loss"].value.float(), own.detach(), atol=1e-5, rtol=1e-5)
+        found.append([parameter.grad for parameter in backend.network.parameters()])
+    assert len(rows) == 7
+    for gradients in zip(*found, strict=True):
+        for gradient in gradients[1:]:
+            assert_close(gradient, gradients[0], atol=1e-6, rtol=1e-5)

@@ -65,7 +65,10 @@ class ModelFlags(ServedModelFlags):
 
     use_liger_kernel: bool = flag(False, "Use the Liger package's fused kernels in every model (needs a GPU).")
     aux_loss_coef: float = flag(
-        0.0, "Weight of the mixture-of-experts load-balancing loss; values up to 1e-8 disable it.", NOT_NEGATIVE
+        0.0,
+        "Weight of the mixture-of-experts load-balancing loss, over all tokens of an optimizer step; values up to 1e-8 "
+        "disable it.",
+        NOT_NEGATIVE,
     )
 
 
