@@ -58,8 +58,8 @@ class WeightFiles:
 def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | None:
     """Return what `load` returns, but with a model without weights; None if that is not possible.
 
-    Tensors that are missing in the files, as those of a new head, are initialised as Transformers would.
-    `load` is `from_pretrained` with all its arguments, and `source` those of them that say where the model is.
+    Tensors missing in the files, such as those of a new head, are initialised as in Transformers. `load` is
+    `from_pretrained` with all arguments; `source` holds the ones that say where the model is.
     """
     files = weight_files(source)
     if files is None:

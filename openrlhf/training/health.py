@@ -64,9 +64,9 @@ class SupervisedHealth:
         return self.norm.check(step, norm) + (self._check_loss(step, loss) if self.watches_loss else [])
 
     def _check_loss(self, step: int, loss: float) -> list[str]:
-        """Compare the mean loss of every `WINDOW` steps with that of the first ones; a run that learns is below it.
+        """Compare the mean loss of every `WINDOW` steps with that of the first ones; it is lower if the run learns.
 
-        A plateau is normal, so the loss is not compared with that of later steps.
+        Later means are not compared with each other, because a plateau is normal.
         """
         if len(self.first) < WINDOW:
             self.first.append(loss)
