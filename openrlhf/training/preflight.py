@@ -15,6 +15,7 @@ from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, WITHOUT_STEPS
 from openrlhf.config.runtime import critic_model, uses_reference
 from openrlhf.config.sections.model import LoadingFlags, ModelFlags
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.experts import number_of_experts
 from openrlhf.models.liger import liger_knows
@@ -43,21 +44,8 @@ def check_models(config: TrainingConfig) -> None:
             check_ring(model, sharding)
         check_experts(model, name, sharding.expert_parallel_size)
         if role == "policy" and not number_of_experts(model):
-            if sharding.expert_parallel_size > 1:
-                raise ConfigError(
-                    f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
-                    try_this="--expert_parallel_size 1",
-                )
-            if replays:
-                raise ConfigError(f"--router_replay: {name} has no experts", try_this="without --router_replay")
-        size = sharding.ds_tensor_parallel_size
-        heads = getattr(model.get_text_config(), "num_attention_heads", size)
-        if heads % size:
-            raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}")
-        if size > 1 and sharding.backend == "fsdp":
-            from openrlhf.training.tensor_parallel import check_plan
-
-            check_plan(model, name, size)
+            needs_no_experts(name, sharding, replays=replays)
+        check_tensor_parallel(model, name, sharding)
         if coef > AUX_ON and not balances_experts(config.model, model):
             if role == "policy":
                 raise ConfigError(
@@ -65,6 +53,29 @@ def check_models(config: TrainingConfig) -> None:
                     try_this="remove --aux_loss_coef",
                 )
             say(f"--aux_loss_coef does not apply to the critic: {name} has no router_aux_loss_coef")
+
+
+def needs_no_experts(name: str, sharding: ShardingFlags, *, replays: bool) -> None:
+    """Reject flags that only a mixture of experts can use, for a policy that is none."""
+    if sharding.expert_parallel_size > 1:
+        raise ConfigError(
+            f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
+            try_this="--expert_parallel_size 1",
+        )
+    if replays:
+        raise ConfigError(f"--router_replay: {name} has no experts", try_this="without --router_replay")
+
+
+def check_tensor_parallel(model: PretrainedConfig, name: str, sharding: ShardingFlags) -> None:
+    """Reject --ds_tensor_parallel_size for a model whose heads it does not divide or, under FSDP, without a plan."""
+    size = sharding.ds_tensor_parallel_size
+    heads = getattr(model.get_text_config(), "num_attention_heads", size)
+    if heads % size:
+        raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}")
+    if size > 1 and sharding.backend == "fsdp":
+        from openrlhf.training.tensor_parallel import check_plan
+
+        check_plan(model, name, size)
 
 
 def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
