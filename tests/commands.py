@@ -70,9 +70,14 @@ def run_processes(words):
 
 def start_two_ranks(folder, *words):
     """Start `python WORDS` twice under torchrun; all output is appended to output.txt in the folder."""
+    return start_ranks(2, folder, *words)
+
+
+def start_ranks(ranks, folder, *words):
+    """Start `python WORDS` as often as there are ranks, like `start_two_ranks`."""
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
-            [*torchrun(2), *words],
+            [*torchrun(ranks), *words],
             cwd=folder,
             stdout=output,
             stderr=output,

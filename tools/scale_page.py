@@ -324,10 +324,10 @@ not have been its peak: PyTorch rounds each pinned tensor up to a power of two, 
 on top, which a plan lists as `rounding of pinned memory` and which was not measured. With PyTorch 2.13,
 `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1` turns the rounding off.
 
-**No measurement is behind** everything on more than one GPU (ZeRO's shards, buckets and gathered layers, tensor
-parallelism, rings, NCCL, all times that depend on links), other GPUs than the H200, mixtures of experts, activations
-under LoRA and QLoRA, 4-bit weights, the Transformers engine's cache, and host memory while loading and saving. They
-follow from what the code allocates.
+**No measurement is behind** everything on more than one GPU (the shards of ZeRO and FSDP, buckets, gathered layers,
+tensor parallelism, rings, NCCL, all times that depend on links), other GPUs than the H200, mixtures of experts,
+activations under LoRA and QLoRA, 4-bit weights, the Transformers engine's cache, and host memory while loading and
+saving. They follow from what the code allocates.
 """
 FITS_TEXT = """\
 Samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts x 8 samples. "Everything

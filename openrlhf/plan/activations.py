@@ -7,6 +7,8 @@ size h, MLP size f, and queries and keys of q and k numbers, in bf16:
     compiled    2 norms x (2h input + 2h output)                      + 2 (q + 2k + q) + 3 x 2f
     LoRA        2 norms x 4h + 4 (5h + q + f) fp32 inputs of adapters + 2 (q + 2k + q) + 3 x 2f
 
+Tensor parallelism divides f, q and k.
+
 They agree with the peaks that docs/scale.md lists. Mixtures of experts and LoRA have no measurement behind them.
 """
 
@@ -23,11 +25,11 @@ PLAIN_HEAD, CALLED_HEAD, ENTROPY_HEAD, DISTILLING_HEAD = 4, 8, 14, 22
 def saved_per_token(place: ModelPlace) -> float:
     """Return the bytes that autograd saves per token in one decoder layer."""
     shape, width = place.shape, place.width
-    hidden, mlp = shape.hidden, shape.mlp
-    attention = width * (2 * shape.queries + 2 * shape.keys)
+    hidden, mlp = shape.hidden, shape.mlp / place.peers
+    attention = width * (2 * shape.queries + 2 * shape.keys) / place.peers
     routed = 2 * width * hidden * shape.routed  # inputs and outputs of experts, copied for each
     if place.adapted and place.local:
-        adapters = FP32 * (5 * hidden + shape.queries + mlp)
+        adapters = FP32 * (5 * hidden + shape.queries / place.peers + mlp)
         return 2 * FP32 * hidden + adapters + attention + 3 * width * mlp + routed
     if place.adapted:
         return 2 * (FP32 + width) * hidden + attention + 4 * width * mlp + routed
@@ -62,7 +64,8 @@ def forward_terms(place: ModelPlace) -> list[Term]:
     """Return the memory of a pass without gradients: one layer at a time."""
     tokens = tokens_per_device(place, place.work.score_tokens)
     shape, width = place.shape, place.width
-    layer = (FP32 + 4 * width) * shape.hidden + width * (2 * shape.queries + 2 * shape.keys) + 3 * width * shape.mlp
+    inside = width * (2 * shape.queries + 2 * shape.keys) + 3 * width * shape.mlp
+    layer = (FP32 + 4 * width) * shape.hidden + inside / place.peers
     return [
         place.term(ACTIVATIONS, tokens * layer, certain=False),
         place.term(HEAD, head_bytes(place, tokens, training=False), certain=False),

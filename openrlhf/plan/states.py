@@ -63,6 +63,11 @@ class ModelPlace:
         return 1 if self.fsdp else self.work.tensor_parallel
 
     @property
+    def peers(self) -> int:
+        """Processes that divide the matrices of each layer, and so the activations inside; only of trained models."""
+        return self.work.tensor_parallel if self.model.trained else 1
+
+    @property
     def ranks(self) -> int:
         """Number of processes that ZeRO or FSDP shards over."""
         return max(1, self.group.devices // self.split)
@@ -175,8 +180,8 @@ def bucket_terms(place: ModelPlace) -> list[Term]:
 
 
 def layer_part(place: ModelPlace) -> float:
-    """Return the parameters of a layer that one process computes with; frozen models are not split."""
-    return place.shape.layer / (place.work.tensor_parallel if place.model.trained else 1)
+    """Return the parameters of a layer that one process computes with."""
+    return place.shape.layer / place.peers
 
 
 def outer_parameters(place: ModelPlace) -> float:

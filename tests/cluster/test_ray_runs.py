@@ -187,7 +187,8 @@ def test_one_step_with_ring_attention_equals_one_process(run_on_ray, run_locally
         assert on_ray.train(name) == pytest.approx(local.train(name), abs=1e-5)
 
 
-def test_tensor_parallel_ranks_train_and_generate_like_one_process(run_on_ray, run_locally):
+@pytest.mark.parametrize("more", [{}, {"backend": "fsdp", "enable_ema": True, "ema_beta": 0.5}], ids=["zero", "fsdp"])
+def test_tensor_parallel_ranks_train_and_generate_like_one_process(more, run_on_ray, run_locally):
     """Two ranks hold one policy (--ds_tensor_parallel_size 2); a single process replays their samples."""
     flags = {"advantage_estimator": "group_norm", "init_kl_coef": 0.01, "train_batch_size": 16, "save_steps": 1}
     flags |= {
@@ -196,9 +197,9 @@ def test_tensor_parallel_ranks_train_and_generate_like_one_process(run_on_ray, r
         "adam_eps": 1e-5,
     }  # so that rounding cannot flip the sign of an update
     two = {"actor_num_gpus_per_node": 2, "ref_num_gpus_per_node": 2, "ds_tensor_parallel_size": 2}
-    split = run_on_ray("split", 2, colocate_all_models=True, **flags | two)
+    split = run_on_ray("split", 2, colocate_all_models=True, **flags | two | more)
     assert max_log_prob_difference(split) <= 1e-4  # the engines received complete weights, also after the first step
-    whole = run_locally("whole", 2, replay="./split/run/rollouts", **flags)
+    whole = run_locally("whole", 2, replay="./split/run/rollouts", **flags | more | {"backend": "auto"})
     assert distance(weights(split.save_path), weights(whole.save_path)) <= 1e-5
     assert distance(weights(split.ckpt_path / "global_step1_hf"), weights(split.save_path)) > 1e-3
 

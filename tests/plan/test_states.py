@@ -111,6 +111,16 @@ def test_rings_and_micro_batches_divide_activations(plan):
     assert half == one == pytest.approx(whole / 2)
 
 
+@pytest.mark.parametrize("flags", ["--backend fsdp", "--zero_stage 3"])
+def test_tensor_parallelism_divides_what_is_inside_layers(plan, shapes, flags):
+    shape, tokens = shapes[SMALL, False], 2 * 512
+    command = f"{SFT} --packing_samples --train_batch_size 32 {flags}"
+    whole = sizes(phase_of(plan, command, EIGHT).device)["activations"]
+    half = sizes(phase_of(plan, f"{command} --ds_tensor_parallel_size 2", EIGHT).device)["activations"]
+    inside = 2 * (2 * shape.queries + 2 * shape.keys) + 4 * 2 * shape.mlp
+    assert whole - half == pytest.approx(shape.layers * tokens * inside / 2)
+
+
 def test_pairs_have_two_rows(plan):
     flags = f"--pretrain {SMALL} --max_len 512 --micro_train_batch_size 1"
     pair = sizes(phase_of(plan, f"train_dpo {flags}").device)["activations"]

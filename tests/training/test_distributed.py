@@ -11,7 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import DEADLINE, FAST, FinishedRun, as_argv, free_port, run_command, start_two_ranks, wait_until
+from tests.commands import (
+    DEADLINE,
+    FAST,
+    FinishedRun,
+    as_argv,
+    free_port,
+    run_command,
+    start_ranks,
+    start_two_ranks,
+    wait_until,
+)
 from tests.tiny import make_model
 from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 from tests.warm import kill, warm_children
@@ -39,6 +49,7 @@ FSDP = "fsdp"  # in place of a ZeRO stage
 CASES += [("sft", FSDP, True, False), ("dpo", FSDP, False, False), ("dpo", FSDP, True, True), ("rm", FSDP, True, False)]
 CASES += [
     ("rm", FSDP, False, True),
+    ("sft", FSDP, False, True),
     ("kto", FSDP, False, False),
     ("prm", FSDP, True, False),
     ("kd", FSDP, False, False),
@@ -46,9 +57,11 @@ CASES += [
 # Ring attention: two processes share each packed row, and the result must still be that of one process.
 RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
 RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
+RINGS += [("sft", FSDP, True, False), ("dpo", FSDP, True, True), ("rm", FSDP, True, False)]
 RESUMED = "fsdp-resumed"  # SFT with FSDP that stops after the first of two epochs, and a second run that resumes it
 TWO_EPOCHS = {"max_epochs": 2}
-TENSOR_PARALLEL = "tensor-parallel"  # SFT in which two processes share every matrix; it also saves a checkpoint
+# Tensor parallelism: two processes divide every matrix, and also save a checkpoint.
+SPLIT = [("sft", 2, False, False), ("sft", FSDP, True, False), ("dpo", FSDP, False, True), ("rm", FSDP, False, False)]
 
 
 def case_id(case):
@@ -83,13 +96,14 @@ def trained_by_two(root):
     for number, case in enumerate(RINGS):  # one key head at a time, or both
         ring = {"ring_attn_size": 2, "ring_head_stride": 1 + number % 2}
         plan.append((COMMANDS[case[0]][0], as_argv(flags_of(case, root, f"ring-{case_id(case)}") | ring)))
-    shared = flags_of(CASES[0], root, TENSOR_PARALLEL) | {"ds_tensor_parallel_size": 2, "save_steps": 3}
-    plan.append(("train_sft", as_argv(shared)))
+    for case in SPLIT:
+        shared = flags_of(case, root, f"split-{case_id(case)}") | {"ds_tensor_parallel_size": 2, "save_steps": 3}
+        plan.append((COMMANDS[case[0]][0], as_argv(shared)))
     halves = flags_of(("sft", FSDP, True, False), root, RESUMED) | TWO_EPOCHS | {"save_steps": 3}
-    plan += [
-        ("train_sft", as_argv(halves | {"max_steps": 3})),
-        ("train_sft", as_argv(halves | {"load_checkpoint": True})),
-    ]
+    first = ["-m", "openrlhf.cli.train_sft", *as_argv(halves | {"max_steps": 3, "ds_tensor_parallel_size": 2})]
+    code = start_ranks(4, root, *first).wait(timeout=DEADLINE)
+    assert code == 0, (root / "output.txt").read_text()[-3000:]
+    plan.append(("train_sft", as_argv(halves | {"load_checkpoint": True})))
     (root / "plan.json").write_text(json.dumps(plan))
     script = Path(__file__).with_name("run_commands.py")
     code = start_two_ranks(root, str(script), str(root / "plan.json")).wait(timeout=DEADLINE)
@@ -119,7 +133,20 @@ def test_two_processes_train_like_one(case, trained_by_two, root):
 @pytest.mark.parametrize("case", RINGS, ids=case_id)
 def test_ring_attention_ranks_train_like_one_process(case, trained_by_two, root):
     name = f"ring-{case_id(case)}"
-    run_command(COMMANDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
+    assert_trained_like_one(case, name, root)
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=case_id)
+def test_tensor_parallel_ranks_train_and_save_like_one_process(case, trained_by_two, root):
+    name = f"split-{case_id(case)}"
+    assert_trained_like_one(case, name, root)
+    assert (root / f"{name}_ckpt" / "global_step3" / "state.json").is_file()
+    assert have_equal_rng_states(root / f"{name}_ckpt" / "global_step3")  # both process the same rows
+
+
+def assert_trained_like_one(case, name, root):
+    """Train a case in one process, and compare metrics and weights with those of two."""
+    run_command(COMMANDS[case[0]][0], flags_of(case, root, f"{name}-alone") | {"backend": "local"})
     assert_equal_metrics(FinishedRun(root / name, root), FinishedRun(root / f"{name}-alone", root), 1e-5)
     weights = "adapter_model.safetensors" if case[3] else "model.safetensors"
     expected, found = (load_file(root / folder / weights) for folder in (f"{name}-alone", name))
@@ -127,21 +154,13 @@ def test_ring_attention_ranks_train_like_one_process(case, trained_by_two, root)
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_tensor_parallel_ranks_train_and_save_like_one_process(trained_by_two, root):
-    run_command("train_sft", flags_of(CASES[0], root, "tensor-alone"))
-    assert_equal_metrics(FinishedRun(root / TENSOR_PARALLEL, root), FinishedRun(root / "tensor-alone", root), 1e-5)
-    assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
-    assert have_equal_rng_states(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both process the same rows
-    expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
-
-
 def test_a_resumed_fsdp_run_equals_one_process_without_interruption(trained_by_two, root):
+    """Four processes that also divide matrices train the first epoch, and two processes the second one."""
     run_command(
         "train_sft", flags_of(("sft", FSDP, True, False), root, "whole-fsdp") | TWO_EPOCHS | {"backend": "local"}
     )
     assert_equal_metrics(FinishedRun(root / RESUMED, root), FinishedRun(root / "whole-fsdp", root), 1e-5)
+    assert (root / f"{RESUMED}_ckpt" / "global_step3" / "fsdp" / "rank3.safetensors").is_file()
     assert (root / f"{RESUMED}_ckpt" / "global_step6" / "fsdp" / "rank1.safetensors").is_file()
     expected, found = (load_file(root / name / "model.safetensors") for name in ("whole-fsdp", RESUMED))
     for name, tensor in expected.items():
