@@ -89,6 +89,7 @@ class Workload:
     compiled: bool = False
     ring: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     secondary_shards: int = 1  # ZeRO++ hpZ
     muon: bool = False
     sleeps: bool = False  # trained models leave the device while idle
@@ -200,6 +201,7 @@ def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int
         compiled=bool(sharding.deepcompile),
         ring=sharding.ring_attn_size,
         tensor_parallel=sharding.ds_tensor_parallel_size,
+        expert_parallel=sharding.expert_parallel_size,
         secondary_shards=sharding.zpg,
         muon=config.optimizer.optim == "muon",
     )

@@ -23,7 +23,7 @@ from openrlhf.plan.estimate import (
 )
 from openrlhf.plan.flops import StepSize, step_flops
 from openrlhf.plan.gpus import GPU, Machine
-from openrlhf.plan.states import FP32, ModelPlace, resting_terms
+from openrlhf.plan.states import FP32, ModelPlace, layer_part, resting_terms
 from openrlhf.plan.terms import STATES, total
 
 COMPUTE, BANDWIDTH, HOST_LINK, HOST, LINK, SCHEDULER = (
@@ -161,8 +161,8 @@ def collective_bytes(place: ModelPlace) -> float:
     if place.ranks == 1:
         return 0.0
     if place.fsdp:  # twice per micro-batch, also if activations are recomputed, and gradients in fp32
-        moved = 2 * place.width * place.parameters + FP32 * place.trained
-        return place.work.micro_batches * moved / place.work.tensor_parallel
+        moved = (2 * place.width * place.parameters + FP32 * place.trained) * layer_part(place) / place.shape.layer
+        return place.work.micro_batches * moved
     gathers = 3 if place.work.recompute else 2
     whole, gradients = place.weights, place.width * place.trained
     if place.stage == 3:

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.errors import ConfigError
+from openrlhf.models.experts import expert_modules
 from openrlhf.models.forward import Network
 from openrlhf.models.load import read_config
 from openrlhf.plan.flops import MatrixSizes
@@ -36,6 +37,7 @@ class ModelShape:
     linear: float  # of the layers that --load_in_4bit quantises: all linear ones but the head and joined experts
     largest: float  # of the largest tensor
     layer: float  # of the largest decoder layer
+    experts: float  # of the experts in that layer
     adapters: Mapping[str, float]  # of LoRA adapters per rank, by the name of the linear layer
     matrices: MatrixSizes  # what a token is multiplied with, as if everything were trained
     vocabulary: int
@@ -88,6 +90,9 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
     mlp, routed = mlp_width(text)
     weights = [parameter.numel() for parameter in model.parameters()]
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    experts = [
+        sum(p.numel() for held in expert_modules(layer) for p in held.parameters()) for layer in decoder_layers(model)
+    ]
     adapters: dict[str, float] = {}
     for matrix in linear_layers(model, head):
         adapters[matrix.name] = adapters.get(matrix.name, 0) + matrix.count * (matrix.rows + matrix.columns)
@@ -98,6 +103,7 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
         linear=sum(matrix.rows * matrix.columns for matrix in linear_layers(model, head) if not matrix.joined),
         largest=max(weights),
         layer=max(layers, default=sum(weights)),
+        experts=max(experts, default=0),
         adapters=adapters,
         matrices=MatrixSizes.of(Network(model, self_test=False)),
         vocabulary=text.vocab_size,

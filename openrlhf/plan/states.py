@@ -181,7 +181,8 @@ def bucket_terms(place: ModelPlace) -> list[Term]:
 
 def layer_part(place: ModelPlace) -> float:
     """Return the parameters of a layer that one process computes with."""
-    return place.shape.layer / place.peers
+    shape = place.shape
+    return (shape.layer - shape.experts) / place.peers + shape.experts / place.work.expert_parallel
 
 
 def outer_parameters(place: ModelPlace) -> float:

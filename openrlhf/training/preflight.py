@@ -40,12 +40,15 @@ def check_models(config: TrainingConfig) -> None:
         if name is None:
             continue
         model = read_config(name, config.model)
-        if sharding.ring_attn_size > 1:
-            check_ring(model, sharding)
-        check_experts(model, name, sharding.expert_parallel_size)
+        check_division(model, name, sharding)
         if role == "policy" and not number_of_experts(model):
-            needs_no_experts(name, sharding, replays=replays)
-        check_tensor_parallel(model, name, sharding)
+            if sharding.expert_parallel_size > 1:
+                raise ConfigError(
+                    f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
+                    try_this="--expert_parallel_size 1",
+                )
+            if replays:
+                raise ConfigError(f"--router_replay: {name} has no experts", try_this="without --router_replay")
         if coef > AUX_ON and not balances_experts(config.model, model):
             if role == "policy":
                 raise ConfigError(
@@ -55,19 +58,11 @@ def check_models(config: TrainingConfig) -> None:
             say(f"--aux_loss_coef does not apply to the critic: {name} has no router_aux_loss_coef")
 
 
-def needs_no_experts(name: str, sharding: ShardingFlags, *, replays: bool) -> None:
-    """Reject flags that only a mixture of experts can use, for a policy that is none."""
-    if sharding.expert_parallel_size > 1:
-        raise ConfigError(
-            f"--expert_parallel_size {sharding.expert_parallel_size}: {name} has no experts",
-            try_this="--expert_parallel_size 1",
-        )
-    if replays:
-        raise ConfigError(f"--router_replay: {name} has no experts", try_this="without --router_replay")
-
-
-def check_tensor_parallel(model: PretrainedConfig, name: str, sharding: ShardingFlags) -> None:
-    """Reject --ds_tensor_parallel_size for a model whose heads it does not divide or, under FSDP, without a plan."""
+def check_division(model: PretrainedConfig, name: str, sharding: ShardingFlags) -> None:
+    """Check that the sequences, matrices and experts of a model can be divided as the flags request."""
+    if sharding.ring_attn_size > 1:
+        check_ring(model, sharding)
+    check_experts(model, name, sharding.expert_parallel_size)
     size = sharding.ds_tensor_parallel_size
     heads = getattr(model.get_text_config(), "num_attention_heads", size)
     if heads % size:

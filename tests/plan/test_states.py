@@ -1,10 +1,15 @@
 """Weights, optimizer and gradients by hand, for each way of training: N parameters, in bytes per parameter."""
 
+from dataclasses import replace
+
 import pytest
 
 from openrlhf.plan.gpus import GPUS, Machine
-from openrlhf.plan.states import NF4
+from openrlhf.plan.shapes import shape_of
+from openrlhf.plan.states import NF4, ModelPlace, gathered_terms
+from openrlhf.plan.terms import total
 from tests.plan.conftest import LARGE, SMALL, sizes
+from tests.tiny import CONFIGS
 
 SFT = f"train_sft --pretrain {SMALL} --max_len 512 --micro_train_batch_size 2"
 EIGHT = Machine(GPUS["A100-80"], 8)
@@ -70,6 +75,18 @@ def test_fsdp_gathers_embeddings_and_some_layers_for_a_pass_only(plan, shapes):
     assert "gathered layers" not in sizes(whole.phase("saving").device)
     split = sizes(plan(f"{SFT} --backend fsdp --ds_tensor_parallel_size 2", EIGHT).phase("training").device)
     assert split["gathered layers"] == pytest.approx(2 * (outer + 3 * shape.layer / 2))
+
+
+def test_fsdp_gathers_only_the_experts_of_a_process(plan):
+    shape = shape_of(CONFIGS["qwen3_moe"](vocab_size=100))
+    assert shape.experts == 4 * 3 * 16 * 32  # four experts of three matrices
+    work = plan(f"{SFT} --backend fsdp", EIGHT).work
+    whole, half = (
+        ModelPlace(replace(work, expert_parallel=size), work.groups[0], work.groups[0].models[0], shape)
+        for size in (1, 2)
+    )
+    saved = total(gathered_terms(whole)) - total(gathered_terms(half))
+    assert saved == pytest.approx(2 * shape.layers * shape.experts / 2)
 
 
 def test_fsdp_divides_adapters_frozen_weights_and_frozen_models(plan, shapes):
