@@ -332,5 +332,5 @@ saving. They follow from what the code allocates.
 FITS_TEXT = """\
 Samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts x 8 samples. "Everything
 sleeps" is `--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization 0.8` with
-`--zero_stage 3 --gradient_checkpointing`. An engine must be on one node. Networks have 400 Gbit/s per node.
+`--zero_stage 3 --gradient_checkpointing`. Each engine is on one node. Networks have 400 Gbit/s per node.
 """

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.cluster.address import find_cluster, token_error
-from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
+from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, place
 from openrlhf.cluster.reaper import KEPT, MARK, private_folder, remove_leftovers
 from openrlhf.config.runtime import GPUS_PER_NODE_ON_RAY
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError, counted
@@ -194,7 +194,7 @@ def private_slots(plan: PlacementPlan) -> dict[str, int]:
     cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
     devices = gpus or PROCESSES_PER_CORE * cores
     here = Node("here", "this machine", devices, devices, cores)
-    if pack(plan.blocks(), [here]) is None:
+    if place(plan, [here]) is None:
         raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
     if gpus:
         return {"num_gpus": gpus}

@@ -7,8 +7,8 @@ for all its models. This module does not use Ray.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.worker_groups import COLOCATED, GroupPlan, plan_groups
@@ -20,9 +20,16 @@ class EnginePlan:
     """One engine, on devices of its own or on those of a group; consecutive engines may share their devices."""
 
     number: int
-    devices: int  # its tensor-parallel size
+    devices: int  # over all its nodes
     shares: str | None  # name of the group whose devices it shares; None if it has its own
     per_gpu: int = 1  # engines that share the same devices
+    nodes: int = 1  # with equally many of its devices each
+    stages: int = 1  # pipeline stages, one after the other
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of a pipeline stage: the tensor-parallel size."""
+        return self.devices // self.stages
 
     @property
     def place(self) -> int:
@@ -53,8 +60,29 @@ class PlacementPlan:
     def blocks(self) -> tuple[DeviceBlock, ...]:
         """Return the blocks of all devices in bundle order: groups by rank, then engines with their own devices."""
         groups = (DeviceBlock(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes))
-        own = (DeviceBlock(engine.name, engine.devices) for engine in self.engines if engine.shares is None)
-        return (*groups, *dict.fromkeys(own))
+        own = {engine.name: engine for engine in self.engines if engine.shares is None}  # sharing engines: once
+        engines = (
+            DeviceBlock(name, engine.devices // engine.nodes)
+            for name, engine in own.items()
+            for _ in range(engine.nodes)
+        )
+        return (*groups, *engines)
+
+    def spreads(self) -> Iterator[PlacementPlan]:
+        """Yield this plan with each engine on one node, then on as few more as possible.
+
+        Tensor-parallel devices exchange data in every layer, pipeline stages only between them: a node holds whole
+        stages, or else the devices of a stage are divided evenly over nodes. Engines that share a group's devices are
+        on the group's nodes.
+        """
+        yield self
+        own = [engine for engine in self.engines if engine.shares is None]
+        if own:
+            size, width = own[0].devices, own[0].stage_devices
+            for nodes in range(2, size + 1):
+                per_node = size // nodes
+                if size % nodes == 0 and (per_node % width == 0 or width % per_node == 0):
+                    yield replace(self, engines=tuple(replace(engine, nodes=nodes) for engine in self.engines))
 
     @property
     def devices(self) -> int:
@@ -64,7 +92,9 @@ class PlacementPlan:
         """Return the plan as text for messages, such as `policy 1 x 8, engines 2 x 4`."""
         parts = [f"{group.name} {group.nodes} x {group.devices_per_node}" for group in self.groups]
         own = [engine for engine in self.engines if engine.shares is None]
-        if own:
+        if own and own[0].stages > 1:
+            parts.append(f"engines {len(own)} x {own[0].stages} stages x {own[0].stage_devices}")
+        elif own:
             each = f" with {own[0].per_gpu} engines each" if own[0].per_gpu > 1 else ""
             parts.append(f"engines {own[-1].place + 1} x {own[0].devices}{each}")
         return ", ".join(parts)
@@ -82,9 +112,11 @@ def plan(config: RLConfig) -> PlacementPlan:
     if not (count := config.engines.vllm_num_engines):
         return PlacementPlan(groups, tuple(EnginePlan(rank, 1, policy.name) for rank in range(policy.size)))
     hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
-    size, shares = config.engines.vllm_tensor_parallel_size, policy.name if hybrid else None
-    per_gpu = config.engines.vllm_engines_per_gpu or 1
-    return PlacementPlan(groups, tuple(EnginePlan(number, size, shares, per_gpu) for number in range(count * per_gpu)))
+    flags, shares = config.engines, policy.name if hybrid else None
+    size, per_gpu = flags.devices_per_engine, flags.vllm_engines_per_gpu or 1
+    nodes = max(1, size // policy.devices_per_node) if hybrid else 1
+    engine = EnginePlan(0, size, shares, per_gpu, nodes, flags.vllm_pipeline_parallel_size)
+    return PlacementPlan(groups, tuple(replace(engine, number=number) for number in range(count * per_gpu)))
 
 
 @dataclass(frozen=True)
@@ -96,6 +128,18 @@ class Node:
     devices: int
     free: int  # devices that no other job holds
     cores: int
+
+
+def place(plan: PlacementPlan, nodes: Sequence[Node]) -> tuple[PlacementPlan, tuple[str, ...]] | None:
+    """Return the plan and a node id for each of its blocks, or None if it cannot be placed.
+
+    An engine is on one node if there is room, because its devices then share that node's NVLink.
+    """
+    for spread in plan.spreads():
+        chosen = pack(spread.blocks(), nodes)
+        if chosen is not None:
+            return spread, chosen
+    return None
 
 
 def pack(blocks: Sequence[DeviceBlock], nodes: Sequence[Node]) -> tuple[str, ...] | None:
@@ -141,7 +185,10 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
     if widest > len(nodes):
         message += f"; expected {counted(widest, 'node')}, got {len(nodes)}"
     elif free >= asked.devices:
-        message += "; all devices of an engine must be on one node, and so must all devices that a group uses per node"
+        message += (
+            "; an engine needs all its devices on one node, or equal parts on several, and a group needs all devices "
+            "that it uses per node"
+        )
     if widest > len(nodes) and private:
         return ConfigError(
             message, try_this="ray start on every node first (docs/cluster.md), or smaller --*_num_nodes"

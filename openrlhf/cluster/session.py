@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from openrlhf.cluster import probes
 from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
-from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
+from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, place
 from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.errors import BackendError, ConfigError, counted
 from openrlhf.monitor import say
@@ -86,11 +86,23 @@ class Cluster:
             slots.append(self._slot((device,), shared | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}))
         return slots
 
-    def engine_slot(self, number: int) -> ProcessSlot:
-        """Return the slot of an engine: one process that sees all the engine's devices, on their node."""
+    def engine_slots(self, number: int) -> list[ProcessSlot]:
+        """Return the slots of an engine: a process for each of its nodes, which sees the engine's devices there."""
         engine = self.plan.engines[number]
         first = engine.place * engine.devices if engine.shares else 0
-        return self._slot(self.devices[engine.shares or engine.name][first : first + engine.devices], {})
+        devices = self.devices[engine.shares or engine.name][first : first + engine.devices]
+        size = engine.devices // engine.nodes
+        if engine.nodes == 1:
+            return [self._slot(devices, {})]
+        # vLLM would otherwise guess the address at which the engine's other nodes reach a node.
+        parts = [devices[start : start + size] for start in range(0, len(devices), size)]
+        return [self._slot(part, {"VLLM_HOST_IP": part[0].node.address}) for part in parts]
+
+    def find_port(self, slot: ProcessSlot) -> int:
+        """Return a free port on the node of a process."""
+        bundle = next(device.bundle for device in chain(*self.devices.values()) if device.node.id == slot.node)
+        (port,) = await_answers([run_on_node(probes.find_free_port, self.reserved, bundle, slot.address)])
+        return port
 
     def node_slot(self, node: Node) -> ProcessSlot:
         """Return the slot of a process without devices, on any node; it takes nothing from the devices of runs."""
@@ -154,12 +166,17 @@ def connect(plan: PlacementPlan, folders: Mapping[str, str]) -> Iterator[Cluster
             nodes.append(Node(node["NodeID"], node["NodeManagerAddress"], devices, unused, cores))
 
         # Choose nodes for the plan, and reserve their devices.
-        chosen = pack(plan.blocks(), nodes)
-        if chosen is None:
+        placed = place(plan, nodes)
+        if placed is None:
             raise explain_shortage(plan, nodes, unit, private=private)
         if unit == "CPU" and not private:
             say("the cluster has no GPU: each device of this run is one CPU")
-        with reserve(plan, chosen, nodes, unit) as cluster:
+        spread, chosen = placed
+        engine = next(iter(spread.engines), None)
+        if engine is not None and engine.nodes > 1:
+            each = counted(engine.devices // engine.nodes, "device")
+            say(f"each engine spans {engine.nodes} nodes, with {each} on each")
+        with reserve(spread, chosen, nodes, unit) as cluster:
             check_shared_folders(cluster, folders)
             yield cluster
 

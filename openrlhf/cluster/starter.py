@@ -12,12 +12,12 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from openrlhf.agents.build import reward_spec
 from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
+from openrlhf.cluster.engine_nodes import start_on_nodes
 from openrlhf.cluster.placement import Node
 from openrlhf.cluster.reward_nodes import NodePool, RewardNode, digest_of, share_processes
 from openrlhf.cluster.session import Cluster
@@ -26,10 +26,10 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.worker_groups import GroupPlan
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.monitor import say
-from openrlhf.rl.engines import load_engine
 from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.spec import EngineSpec
+from openrlhf.rollout.vllm_peer import EnginePeer
 
 ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
 REWARD_CALLS = 10_000  # concurrent calls per reward pool, which queues those that its processes have no room for
@@ -45,6 +45,8 @@ async def open_starter(cluster: Cluster) -> AsyncIterator[ProcessStarter]:
             yield starter
     finally:
         starter.watch.stop()
+        for task in starter.watching:
+            task.cancel()
         for process in starter.processes:
             if cluster.head.lost:
                 process.ask_to_exit()
@@ -59,6 +61,7 @@ class ProcessStarter:
     cluster: Cluster
     watch: ProcessWatch
     processes: list[Process[object]] = field(default_factory=list)
+    watching: list[asyncio.Task[None]] = field(default_factory=list)  # of the parts of engines
 
     async def start_group(self, group: GroupPlan, config: RLConfig, rollouts: int) -> WorkerGroup:
         """Start the processes of a group and wait until they have loaded their models."""
@@ -91,6 +94,7 @@ class ProcessStarter:
 
         remote: Any = ray.remote
         actor = remote(concurrency_groups={BACKGROUND: 1})(EngineWorker)
+        peer_actor = remote(concurrency_groups={BACKGROUND: 1})(EnginePeer)
         plans = self.cluster.plan.engines
         per_gpu = plans[0].per_gpu if plans else 1
         spec = spec.divided(per_gpu)
@@ -102,13 +106,21 @@ class ProcessStarter:
                 return await start_now(number)
 
         async def start_now(number: int) -> Process[EngineWorker]:
-            slot = self.cluster.engine_slot(number)
-            handle = actor.options(**slot.options, max_concurrency=ENGINE_CALLS).remote()
-            process: Process[EngineWorker] = Process(handle, f"engine {number}", slot.address, cancels=True)
+            first, *others = self.cluster.engine_slots(number)
+            peers: tuple[Process[EnginePeer], ...] = tuple(
+                Process(peer_actor.options(**slot.options).remote(), f"engine {number}, node {node}", slot.address)
+                for node, slot in enumerate(others, 1)
+            )
+            handle = actor.options(**first.options, max_concurrency=ENGINE_CALLS).remote()
+            process: Process[EngineWorker] = Process(
+                handle, f"engine {number}", first.address, cancels=True, peers=peers
+            )
             self.processes.append(process)
             starting = process.within(spec.engines.engine_timeout, "--engine_timeout")
-            build = partial(load_engine, spec, number, os.getcwd())
-            await self.watch.guard(starting.call(EngineWorker.start, build, spec.awaits_weights))
+            port = self.cluster.find_port(first) if peers else 0
+            watching = await self.watch.guard(start_on_nodes(starting, peers, spec, number, os.getcwd(), port))
+            if watching is not None:
+                self.watching.append(watching)
             return process
 
         numbers = [plan.number for plan in plans]

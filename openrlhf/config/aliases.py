@@ -86,6 +86,7 @@ DOTTED: Mapping[str, tuple[str, ...]] = {
     **_names("ref.", DEVICES, own="ref_"),
     **_names("reward.", DEVICES, own="reward_"),
     **_names("vllm.", "num_engines tensor_parallel_size sync_backend sync_with_ray enable_sleep", own="vllm_"),
+    **_names("vllm.", "pipeline_parallel_size enable_expert_parallel", own="vllm_"),
     **_names("vllm.", "gpu_memory_utilization=vllm_gpu_memory_utilization enable_prefix_caching enforce_eager"),
     **_names("ds.", "zero_stage param_dtype zpg adam_offload attn_implementation use_liger_kernel grad_accum_dtype"),
     **_names("ds.", "overlap_comm deepcompile packing_samples load_in_4bit ring_attn_size experts_implementation"),

@@ -42,7 +42,7 @@ def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -
 def several_devices(config: RLConfig) -> bool:
     placement = config.placement
     asked = [placement.num_nodes(role) * (placement.given_gpus_per_node(role) or 1) for role in ROLES]
-    return max(*asked, config.engines.vllm_tensor_parallel_size) > 1
+    return max(*asked, config.engines.devices_per_engine) > 1
 
 
 def launched_nodes(environ: Mapping[str, str] = os.environ) -> int:

@@ -152,6 +152,8 @@ SUGGESTIONS = (
         "the number of engines; 1 in train_ppo runs vLLM in the same process",
     ),
     Suggestion("tensor_parallel_size tensor_model_parallel_size tp", "vllm_tensor_parallel_size tp_size"),
+    Suggestion("pipeline_parallel_size pipeline_model_parallel_size pp", "vllm_pipeline_parallel_size"),
+    Suggestion("enable_expert_parallel", "vllm_enable_expert_parallel"),
     Suggestion("gpu_memory_utilization gpu_mem", "vllm_gpu_memory_utilization"),
     Suggestion("num_gpus gpus n_gpus_per_node num_processes nproc_per_node", "actor_num_gpus_per_node"),
     Suggestion("nnodes num_nodes", "actor_num_nodes"),

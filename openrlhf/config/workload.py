@@ -241,7 +241,7 @@ def _engine(config: RLConfig) -> WorkEngine:
     return WorkEngine(
         vllm=True,
         count=num_engines(config),
-        devices=engines.vllm_tensor_parallel_size,
+        devices=engines.devices_per_engine,
         per_gpu=engines.vllm_engines_per_gpu or 1,
         memory_share=engines.vllm_gpu_memory_utilization,
         sleeps=engines.vllm_enable_sleep,

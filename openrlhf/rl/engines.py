@@ -19,6 +19,7 @@ from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.vllm import VLLMEngine
+from openrlhf.rollout.vllm_peer import run_workers
 from openrlhf.training.local import LocalFrozen
 from openrlhf.training.processes import choose_device, enter_folder
 
@@ -42,6 +43,12 @@ def load_engine(spec: EngineSpec, number: int, folder: str) -> LoadingEngine:
     enter_folder(folder)
     tokenizer = load_tokenizer(str(spec.model.pretrain), spec.model)
     return make_engine(spec, tokenizer, choose_device(spec.model.device), number)
+
+
+def join_engine(spec: EngineSpec, number: int, folder: str) -> None:
+    """Run the part of engine `number` that is on this node, until it fails; `folder` is the driver's working folder."""
+    enter_folder(folder)
+    run_workers(replace(spec, seed=spec.seed + number), choose_device(spec.model.device))
 
 
 def make_engine(

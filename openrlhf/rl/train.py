@@ -39,7 +39,7 @@ from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.hub import check_login, push_folder
 from openrlhf.training.model_card import warn_if_prompted_differently
-from openrlhf.training.preflight import check_models, explain_reward_models
+from openrlhf.training.preflight import check_engines, check_models, explain_reward_models
 from openrlhf.training.process_state import present_objects_frozen
 from openrlhf.training.rng import load_rng, seed_everything
 from openrlhf.training.run_directory import (
@@ -85,6 +85,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
     disable_progress_bar()
     check_login(config.hub)
     check_models(config)
+    check_engines(config)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)

@@ -11,6 +11,16 @@ from openrlhf.config.sections.cluster import EngineFlags
 from openrlhf.config.sections.model import ServedModelFlags
 
 
+@dataclass(frozen=True)
+class EngineSpan:
+    """The part of an engine that one of its nodes holds."""
+
+    nodes: int = 1
+    node: int = 0  # number of this node; the engine itself is on node 0
+    address: str = ""  # at which the other nodes reach node 0, if there are any
+    port: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """Description of a vLLM engine if `engines.vllm_num_engines` is set, else of a Transformers engine."""
@@ -24,6 +34,7 @@ class EngineSpec:
     whole_log_probs: bool = False  # return log-probs over the whole vocabulary even if sampling is truncated
     keeps_cache: bool = False  # at a weight sync, unfinished requests keep the keys and values of the older weights
     reports_experts: bool = False  # report the experts that a mixture of experts chose for each token
+    span: EngineSpan = EngineSpan()
     awaits_weights: bool = True  # do not generate before the policy's weights have been received
 
     def divided(self, count: int) -> Self:

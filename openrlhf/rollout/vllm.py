@@ -40,6 +40,7 @@ from openrlhf.rollout.vllm_loop import LLMEngine, StepLoop, VLLMRequest, rejecti
 from openrlhf.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from vllm import EngineArgs
     from vllm import SamplingParams as VLLMSamplingParams
 
 ENVIRONMENT = {
@@ -51,6 +52,7 @@ ENVIRONMENT = {
 }
 CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # by vLLM on CPU; launchers use the second one differently
 TORCH = os.path.dirname(torch.__file__)
+COMPILES = " " not in TORCH  # Inductor passes PyTorch's path to the linker without quotes
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
 
@@ -66,18 +68,8 @@ class VLLMEngine(StepLoop):
         self.spec = spec
         self.tokenizer = tokenizer
         self.dtype = choose_dtype(spec.model.param_dtype, device)
-        self.compiles = " " not in TORCH  # Inductor passes PyTorch's path to the linker without quotes
-        # Set the variables that vLLM reads on import and at startup; only the first overrides the user's value.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it sets this itself
-        if find_spec("flashinfer") is None:
-            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        if not self.compiles:
-            say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's other processes; `_build` covers this one
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        self.compiles = COMPILES
+        set_environment(compiles=self.compiles)
         self._ends: frozenset[int] = frozenset()
         try:
             super().__init__(
@@ -95,6 +87,8 @@ class VLLMEngine(StepLoop):
             from vllm.inputs import tokens_input
 
             self._engine = build_engine(self.spec, self.dtype, compiles=self.compiles)
+            if self.spec.engines.vllm_pipeline_parallel_size > 1:
+                self._engine.collective_rpc("make_stage_inputs")
             try:  # one token, so that a model that vLLM loads but cannot run is rejected before anything else starts
                 self._engine.add_request("trial", tokens_input([0]), vllm.SamplingParams(max_tokens=1, temperature=0.0))
                 while self._engine.has_unfinished_requests():
@@ -162,6 +156,20 @@ class VLLMEngine(StepLoop):
         await super().sleep()
 
 
+def set_environment(*, compiles: bool) -> None:
+    """Set the variables that vLLM reads on import and at startup; only the first overrides the user's value."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it sets this itself
+    if find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if not compiles:
+        say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's other processes; `_build` covers this one
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+
+
 @contextmanager
 def _preserve_host_settings() -> Iterator[None]:
     """Restore on exit the settings of torch and the environment variables that vLLM changes."""
@@ -180,20 +188,39 @@ def _preserve_host_settings() -> Iterator[None]:
 
 def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLMEngine:
     """Build vLLM's engine with the options that this adapter relies on."""
-    from vllm import EngineArgs, LLMEngine
-    from vllm.platforms import current_platform
+    from vllm import LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
-    flags = spec.engines
+    # Same context as vLLM's offline class: with the defaults of a server, fewer requests would run concurrently.
+    arguments = engine_arguments(spec, dtype, compiles=compiles)
+    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+
+
+def engine_arguments(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> EngineArgs:
+    """Translate the description of an engine; an engine on several nodes is described on each of them."""
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    flags, span = spec.engines, spec.span
+    several_nodes: dict[str, Any] = {}
+    if span.nodes > 1:
+        several_nodes = {
+            "nnodes": span.nodes,
+            "node_rank": span.node,
+            "master_addr": span.address,
+            "master_port": span.port,
+        }
     dtype_name: Any = str(dtype).removeprefix("torch.")  # vLLM checks the name
     name, revision = split_revision(str(spec.model.pretrain))
-    arguments = EngineArgs(
+    return EngineArgs(
         model=name,
         revision=revision,
         tokenizer_revision=revision,
         dtype=dtype_name,
         max_model_len=spec.context_length,
         tensor_parallel_size=flags.vllm_tensor_parallel_size,
+        pipeline_parallel_size=flags.vllm_pipeline_parallel_size,
+        enable_expert_parallel=flags.vllm_enable_expert_parallel and flags.vllm_tensor_parallel_size > 1,
         gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
         enforce_eager=flags.enforce_eager or not compiles,
         enable_prefix_caching=bool(flags.enable_prefix_caching),
@@ -201,12 +228,11 @@ def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLM
         seed=spec.seed,
         trust_remote_code=spec.model.trust_remote_code,
         max_num_seqs=spec.max_num_seqs,
-        distributed_executor_backend="uni" if flags.vllm_tensor_parallel_size == 1 else "mp",
+        distributed_executor_backend="uni" if flags.devices_per_engine == 1 else "mp",
         worker_extension_cls="openrlhf.rollout.vllm_worker.WeightLoading",
         logprobs_mode="raw_logprobs" if spec.whole_log_probs else "processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
         enable_return_routed_experts=spec.reports_experts,
+        **several_nodes,
     )
-    # Same context as vLLM's offline class: with the defaults of a server, fewer requests would run concurrently.
-    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

@@ -121,7 +121,7 @@ class StepLoop(CommandThread):
         self._paused = False
         self._asleep: set[Part] = set()
         self._has_weights = True
-        self._readable: frozenset[str] = frozenset()  # tensors that the first verified load could read back
+        self._readable: list[frozenset[str]] = []  # tensors that each worker's first verified load could read back
         self._tokens = 0  # tokens of the running requests at the last count
         self._counted_at = 0.0
         super().__init__("vLLM", timeout)
@@ -180,9 +180,10 @@ class StepLoop(CommandThread):
             raise RolloutError("the workers of this engine received different weights")
         if verify:
             # If a tensor could be read back before but not now, a layer still computes with another one.
-            read_back = frozenset.intersection(*(worker.read_back for worker in received))
-            self._readable = self._readable or read_back
-            lost = sorted(self._readable - read_back)
+            read_back = [worker.read_back for worker in received]  # pipeline stages hold different tensors
+            self._readable = self._readable if any(self._readable) else read_back
+            pairs = zip(self._readable, read_back, strict=True)
+            lost = sorted({name for before, now in pairs for name in before - now})
             if lost:
                 shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
                 problem = f"vLLM still computes with other values for {counted(len(lost), 'tensor')}: {shown}"

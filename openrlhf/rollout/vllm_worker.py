@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms import current_platform
 
@@ -36,11 +37,19 @@ class Received:
 
 
 class WeightLoading:
-    """Base class that vLLM adds to its worker class; the method is called by name in every worker."""
+    """Base class that vLLM adds to its worker class; the methods are called by name in every worker."""
 
     vllm_config: Any  # vllm.config.VllmConfig
     model_runner: Any  # depends on the device
     rank: int
+
+    def make_stage_inputs(self) -> None:
+        """Allocate the input of a pipeline stage, which vLLM on CPU does only if it compiles the model."""
+        runner = self.model_runner
+        if current_platform.is_cpu() and not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=self.vllm_config.model_config.dtype, device=runner.device
+            )
 
     @torch.no_grad()
     def receive_weights(self, weights: Weights, verify: bool) -> Received:

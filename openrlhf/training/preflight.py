@@ -1,11 +1,13 @@
 """Checks and messages that depend on the models' config.json or on the device, before any weights are loaded.
 
 The rules in `config/checks` depend only on flags. `check_models` adds rules about the architecture of the models
-(experts, attention heads). The `explain_*` functions report flags that have no effect on this device or with these
-models, as `config/no_effect` does for combinations of flags.
+(experts, attention heads), `check_engines` those about vLLM's engines. The `explain_*` functions report flags that have
+no effect on this device or with these models, as `config/no_effect` does for combinations of flags.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from transformers import PretrainedConfig
@@ -13,7 +15,7 @@ from transformers import PretrainedConfig
 from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, RLConfig, TrainingConfig
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, WITHOUT_STEPS
-from openrlhf.config.runtime import critic_model, uses_reference
+from openrlhf.config.runtime import critic_model, uses_reference, uses_vllm
 from openrlhf.config.sections.model import LoadingFlags, ModelFlags
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
@@ -71,6 +73,31 @@ def check_division(model: PretrainedConfig, name: str, sharding: ShardingFlags) 
         from openrlhf.training.tensor_parallel import check_plan
 
         check_plan(model, name, size)
+
+
+def check_engines(config: RLConfig) -> None:
+    """Check the sizes of the vLLM engines against the policy's architecture."""
+    engines, name = config.engines, str(config.model.pretrain)
+    if not uses_vllm(config) or engines.devices_per_engine == 1:
+        return
+    model = read_config(name, config.model).get_text_config().to_dict()
+    size, stages = engines.vllm_tensor_parallel_size, engines.vllm_pipeline_parallel_size
+    heads, layers = model.get("num_attention_heads", size), model.get("num_hidden_layers", stages)
+    if heads % size:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}",
+            try_this=f"--vllm_tensor_parallel_size {math.gcd(size, heads)}",
+        )
+    if stages > layers:
+        raise ConfigError(
+            f"--vllm_pipeline_parallel_size {stages} is more than the {layers} layers of {name}",
+            try_this=f"--vllm_pipeline_parallel_size {layers}",
+        )
+    if engines.vllm_enable_expert_parallel and not any("experts" in key for key in model):
+        raise ConfigError(
+            f"--vllm_enable_expert_parallel divides experts, but {name} has none",
+            try_this="remove --vllm_enable_expert_parallel",
+        )
 
 
 def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:

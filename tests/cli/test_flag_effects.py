@@ -56,7 +56,8 @@ PASSED_ON = {
     *("reward_pretrain", "step_rewards", "on_reward_error"),
     *("ipo_length_average", "rollout_batch_size", "system_prompt", "input_template"),
     *(f"{role}_num_{unit}" for role in ("ref", "critic", "reward") for unit in ("nodes", "gpus_per_node")),
-    *("micro_train_batch_size", "micro_rollout_batch_size", "vllm_tensor_parallel_size"),
+    *("micro_train_batch_size", "micro_rollout_batch_size"),
+    *("vllm_tensor_parallel_size", "vllm_pipeline_parallel_size"),
 }
 
 

@@ -63,7 +63,7 @@ def report_placement(flags):
     signal.signal(signal.SIGTERM, our_handler)
     with opened(flags) as cluster:
         groups = {group.name: report(cluster.group_slots(group)) for group in cluster.plan.groups}
-        engines = report([cluster.engine_slot(engine.number) for engine in cluster.plan.engines])
+        engines = report([slot for engine in cluster.plan.engines for slot in cluster.engine_slots(engine.number)])
         kept = signal.getsignal(signal.SIGTERM) is our_handler
         return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
 

@@ -14,6 +14,7 @@ from openrlhf.cluster.placement import (
     PlacementPlan,
     explain_shortage,
     pack,
+    place,
     plan,
 )
 from openrlhf.config.commands import RLConfig
@@ -143,6 +144,52 @@ def test_many_blocks_that_do_not_fit_are_rejected_quickly():
     assert pack(blocks, nodes(*[8] * 16)) is None
 
 
+def engine_nodes(flags, *free):
+    """Return the nodes of each engine, and on how many of their devices."""
+    placed = place(make_plan(f"{FUNCTION} {flags} --vllm_num_engines 1"), nodes(*free))
+    if placed is None:
+        return None
+    spread, chosen = placed
+    found = zip(spread.blocks(), chosen, strict=True)
+    return [(node, block.devices) for block, node in found if block.owner == "engine-0"]
+
+
+ONE_DEVICE = "--advantage_estimator reinforce --init_kl_coef 0 --actor_num_gpus_per_node 1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "free", "expected"),
+    [
+        ((4, 2), [8, 8, 1], [("n0", 8)]),  # one node, if there is one
+        ((8, 2), [8, 8, 1], [("n0", 8), ("n1", 8)]),  # whole stages on a node
+        ((2, 4), [4, 4, 1], [("n0", 4), ("n1", 4)]),  # two stages on each of two nodes
+        ((2, 4), [3, 2, 2, 2], [("n0", 2), ("n1", 2), ("n2", 2), ("n3", 2)]),
+        ((4, 1), [2, 2, 1], [("n0", 2), ("n1", 2)]),  # a stage that fits nowhere is divided
+        ((3, 2), [5, 3], [("n1", 3), ("n0", 3)]),  # never a stage and a half
+        ((8, 1), [4, 2, 2], None),
+    ],
+)
+def test_an_engine_is_on_as_few_nodes_as_possible(sizes, free, expected):
+    tensor, pipeline = sizes
+    flags = f"{ONE_DEVICE} --vllm_tensor_parallel_size {tensor} --vllm_pipeline_parallel_size {pipeline}"
+    found = engine_nodes(flags, *free)
+    assert (found and sorted(found)) == (expected and sorted(expected))
+
+
+def test_hybrid_engines_span_the_nodes_of_the_policy():
+    flags = "--actor_num_nodes 2 --actor_num_gpus_per_node 4 --vllm_num_engines 1"
+    found = make_plan(
+        f"{FUNCTION} --colocate_all_models {flags} --vllm_tensor_parallel_size 4 --vllm_pipeline_parallel_size 2"
+    )
+    assert found.engines == (EnginePlan(0, 8, "models", nodes=2, stages=2),)
+    assert found.blocks() == (DeviceBlock("models", 4), DeviceBlock("models", 4))
+
+
+def test_stages_are_described():
+    flags = "--vllm_num_engines 3 --vllm_tensor_parallel_size 4 --vllm_pipeline_parallel_size 2"
+    assert make_plan(f"{FUNCTION} {ONE_DEVICE} {flags}").describe() == "policy 1 x 1, engines 3 x 2 stages x 4"
+
+
 def test_a_block_is_never_split():
     assert pack([DeviceBlock("engine-0", 4)], nodes(3, 3)) is None
 
@@ -179,7 +226,7 @@ def test_devices_in_use_are_distinguished_from_missing_devices():
 
 
 def test_devices_on_the_wrong_nodes_are_explained():
-    assert "must be on one node" in shortage("--init_kl_coef 0", nodes(4, 4))
+    assert "a group needs all devices that it uses per node" in shortage("--init_kl_coef 0", nodes(4, 4))
 
 
 def test_too_few_nodes_are_explained_for_joined_and_private_ray():

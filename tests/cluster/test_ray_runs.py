@@ -8,6 +8,7 @@ import signal
 import pytest
 import ray
 from peft import PeftModel
+from ray.util import placement_group, remove_placement_group
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -252,6 +253,38 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
     assert max_log_prob_difference(ran) <= 1e-4
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), ran.save_path).merge_and_unload()
     assert distance(merged.state_dict(), weights(model)) > 1e-3
+
+
+@pytest.fixture
+def two_free_devices():
+    """Leave two free devices on each node."""
+    held = placement_group([{"CPU": 6}] * 2, strategy="STRICT_SPREAD")
+    ray.get(held.ready())
+    yield
+    remove_placement_group(held)
+
+
+@pytest.mark.usefixtures("two_free_devices")
+def test_an_engine_on_two_nodes_gets_all_weights_and_is_replaced_as_a_whole(run_on_ray, monkeypatch, capsys):
+    """The policy takes a device of each node, so the engine's two pipeline stages are on different nodes."""
+    submits, call = [], Process.call
+
+    async def call_and_lose_a_node(process, method, *arguments, **named):
+        if method is EngineWorker.submit:
+            submits.append(process)
+            if len(submits) == 2:
+                process.peers[0].kill()
+        return await call(process, method, *arguments, **named)
+
+    monkeypatch.setattr(Process, "call", call_and_lose_a_node)
+    flags = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "backend": "fsdp", "init_kl_coef": 0}
+    ran = run_on_ray("out", 2, vllm_num_engines=1, vllm_pipeline_parallel_size=2, sync_check_every=1, **flags)
+    assert max_log_prob_difference(ran) <= 1e-4
+    assert count_prompts(ran) == dict.fromkeys(range(16), 4)
+    assert len({process.actor for process in submits}) == 2
+    stderr = capsys.readouterr().err
+    assert "each engine spans 2 nodes, with 1 device on each" in stderr
+    assert "lost a part of itself" in stderr
 
 
 def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):

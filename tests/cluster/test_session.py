@@ -49,6 +49,22 @@ def test_a_group_spans_its_nodes_and_an_engine_sees_all_its_own_devices(two_node
     assert Path(engine["package"]).is_relative_to(HERE.parents[1])
 
 
+def test_an_engine_that_fits_on_no_node_spans_two(two_nodes):
+    machine, environ = two_nodes
+    flags = f"{ONE_GROUP} --actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
+    report, stderr = machine.run_driver("report_placement", f"{flags} --vllm_pipeline_parallel_size 2", **environ)
+    first, second = report["engines"]  # one process per node, with the devices of one stage
+    assert first["node"] != second["node"]
+    assert all(one["node"] == one["assigned_node"] for one in report["engines"])
+    (rank,) = report["groups"]["policy"]
+    beside = next(one for one in report["engines"] if one["node"] == rank["node"])
+    seen = [*beside["CUDA_VISIBLE_DEVICES"].split(","), rank["CUDA_VISIBLE_DEVICES"]]
+    assert sorted(seen) == ["0", "1", "2"]
+    assert "each engine spans 2 nodes, with 2 devices on each" in stderr
+    report, _ = machine.run_driver("report_placement", f"{flags} --vllm_pipeline_parallel_size 4", **environ)
+    assert "asks for 9 GPUs (policy 1 x 1, engines 1 x 4 stages x 2)" in report["message"]
+
+
 def test_ranks_follow_device_order_and_hybrid_engines_share_the_devices(two_nodes):
     machine, environ = two_nodes
     counts = "--actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"

@@ -241,7 +241,19 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "train_ppo_ray",
         "--colocate_all_models --vllm_num_engines 3 --vllm_tensor_parallel_size 2 --actor_num_nodes 2 "
         "--actor_num_gpus_per_node 3 --ref_num_nodes 2 --ref_num_gpus_per_node 3",
-        "--vllm_tensor_parallel_size 2|3 devices|a multiple of 2 for --actor_num_gpus_per_node",
+        "2 devices (--vllm_tensor_parallel_size 2)|the 3 that the policy|a multiple of 2 for --actor_num_gpus_per_node",
+    ),
+    (
+        "hybrid_engines_cover_the_policy",
+        "train_ppo_ray",
+        "--colocate_all_models --vllm_num_engines 1 --vllm_tensor_parallel_size 4 --vllm_pipeline_parallel_size 3",
+        "8 devices|--vllm_num_engines 1 x --vllm_tensor_parallel_size 4 x --vllm_pipeline_parallel_size 3 is 12",
+    ),
+    (
+        "local_runtime_is_one_device",
+        "train_ppo",
+        "--vllm_pipeline_parallel_size 2 --runtime local",
+        "--vllm_pipeline_parallel_size 2|Try: --runtime ray",
     ),
     (
         "groups_divide_the_devices",

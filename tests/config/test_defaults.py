@@ -103,6 +103,8 @@ RL = {
     "colocate_all_models": False,
     "vllm_num_engines": None,
     "vllm_tensor_parallel_size": 1,
+    "vllm_pipeline_parallel_size": 1,
+    "vllm_enable_expert_parallel": False,
     "vllm_sync_backend": "nccl",
     "vllm_sync_with_ray": False,
     "enable_prefix_caching": None,  # ours: on with an agent

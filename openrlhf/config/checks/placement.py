@@ -56,7 +56,7 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
         return
     values = flag_values(config)
     counts = [f"{role}_num_{unit}" for role in ROLES for unit in ("nodes", "gpus_per_node")]
-    names = (*counts, "vllm_num_engines", "vllm_tensor_parallel_size")
+    names = (*counts, "vllm_num_engines", "vllm_tensor_parallel_size", "vllm_pipeline_parallel_size")
     several = [f"--{name} {values[name]}" for name in names if int(str(values[name] or 1)) > 1]
     if several:
         raise ConfigError(
@@ -68,11 +68,11 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
 def engines_on_one_gpu_are_whole(config: RLConfig) -> None:
     """Reject several engines per GPU for engines that are spread over several GPUs."""
     engines = config.engines
-    count, size = engines.vllm_engines_per_gpu or 1, engines.vllm_tensor_parallel_size
+    count, size = engines.vllm_engines_per_gpu or 1, engines.devices_per_engine
     if count > 1 and size > 1 and engines.vllm_num_engines:
         raise ConfigError(
             f"--vllm_engines_per_gpu {count} is for models that fit on a part of a GPU, but "
-            f"--vllm_tensor_parallel_size {size} spreads an engine over {size} GPUs",
+            f"{engines.size_flags} spreads an engine over {size} GPUs",
             try_this="--vllm_engines_per_gpu 1",
         )
 
@@ -120,22 +120,23 @@ def shared_devices_have_equal_counts(config: RLConfig) -> None:
 
 
 def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
-    """Require engines on exactly the policy's devices: hybrid engines receive weights within a device, on one node."""
+    """Require engines on exactly the policy's devices: hybrid engines receive weights within a device."""
     engines, nodes = config.engines.vllm_num_engines or 0, config.placement.actor_num_nodes
     if not (config.placement.colocate_all_models and engines) or config.asynchrony.async_train:
         return
-    policy, size = num_devices(config, "actor"), config.engines.vllm_tensor_parallel_size
+    policy, size, flags = num_devices(config, "actor"), config.engines.devices_per_engine, config.engines.size_flags
     if policy != engines * size:
         per_node, rest = divmod(engines * size, nodes)
         raise ConfigError(
             f"--colocate_all_models shares the policy's {counted(policy, 'device')} with the engines, but "
-            f"--vllm_num_engines {engines} x --vllm_tensor_parallel_size {size} is {engines * size}",
+            f"--vllm_num_engines {engines} x {flags} is {engines * size}",
             try_this=f"--vllm_num_engines {policy // size}" if rest else f"--actor_num_gpus_per_node {per_node}",
         )
-    if policy // nodes % size:
+    per_node = policy // nodes
+    if per_node % size and size % per_node:
         raise ConfigError(
-            f"--vllm_tensor_parallel_size {size} does not divide the {counted(policy // nodes, 'device')} that the "
-            "policy has on a node, but an engine must be on one node",
+            f"the engines' {counted(size, 'device')} ({flags}) do not fit the {per_node} that the policy has on a "
+            "node: expected whole engines on a node, or whole nodes for an engine",
             try_this=f"a multiple of {size} for --actor_num_gpus_per_node",
         )
 

@@ -36,11 +36,16 @@ CLUSTER = rows(
     RLConfig,
     (
         "vllm_engines_per_gpu vllm_gpu_memory_utilization vllm_enable_sleep enable_prefix_caching enforce_eager "
-        "partial_rollout partial_rollout_keep_cache",
+        "partial_rollout partial_rollout_keep_cache vllm_enable_expert_parallel",
         WITHOUT_VLLM,
         lambda c: not uses_vllm(c),
     ),
-    devices_idle("vllm_tensor_parallel_size", WITHOUT_VLLM, lambda c: not uses_vllm(c)),
+    devices_idle("vllm_tensor_parallel_size vllm_pipeline_parallel_size", WITHOUT_VLLM, lambda c: not uses_vllm(c)),
+    (
+        "vllm_enable_expert_parallel",
+        "with --vllm_tensor_parallel_size 1: one device holds all experts",
+        lambda c: c.engines.vllm_tensor_parallel_size == 1,
+    ),
     (
         "vllm_sync_backend",
         "without vLLM engines on other devices (--runtime ray)",

@@ -81,7 +81,20 @@ class EngineFlags:
         NOT_NEGATIVE,
         essential=True,
     )
-    vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
+    vllm_tensor_parallel_size: int = flag(
+        1, "Devices that share each layer of an engine, or of one of its pipeline stages.", POSITIVE
+    )
+    vllm_pipeline_parallel_size: int = flag(
+        1,
+        "Pipeline stages of an engine: groups of layers, each on --vllm_tensor_parallel_size devices. An engine that "
+        "does not fit on a node spans several (needs --runtime ray).",
+        POSITIVE,
+    )
+    vllm_enable_expert_parallel: bool = flag(
+        False,
+        "Mixtures of experts: the devices of --vllm_tensor_parallel_size hold different experts instead of a part of "
+        "each expert.",
+    )
     vllm_engines_per_gpu: int = flag(
         0,
         "Engine processes that share the GPU and the memory of each engine. 0 chooses automatically: 2 in a local run "
@@ -113,3 +126,14 @@ class EngineFlags:
         "and the first one with changed weights are always verified.",
         NOT_NEGATIVE,
     )
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self.vllm_tensor_parallel_size * self.vllm_pipeline_parallel_size
+
+    @property
+    def size_flags(self) -> str:
+        """The flags that set `devices_per_engine`, for messages."""
+        stages = self.vllm_pipeline_parallel_size
+        pipeline = f" x --vllm_pipeline_parallel_size {stages}" if stages > 1 else ""
+        return f"--vllm_tensor_parallel_size {self.vllm_tensor_parallel_size}{pipeline}"
