@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from ctypes import c_int64, c_uint8
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -116,9 +116,6 @@ class SimulatedChannel(Channel):
     @property
     def receiving_device(self) -> torch.device:
         return torch.device("cpu")
-
-    def join(self, number: int):
-        return replace(self, transport="tcp").join(number) if self.transport == "nccl" else super().join(number)
 
     def form_group(self, store, rank: int):
         return SharedGroup(SHARED[0], rank)

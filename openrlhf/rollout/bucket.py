@@ -104,7 +104,9 @@ def bucket_size(limit: int, model_bytes: int, rooms: Collection[int]) -> int:
     return min(limit, wanted, room)
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that PyTorch can still allocate on a GPU."""
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that PyTorch can still allocate on a GPU; None for host memory, of which there is enough."""
+    if device.type != "cuda":
+        return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -61,8 +61,7 @@ class Channel:
     def join(self, number: int) -> Link:
         """Connect to the sender as receiver `number`."""
         link = connect(self.host, self.port, self.secret, self.timeout)
-        room = free_memory(self.receiving_device) if self.transport == "nccl" else None
-        link.send(Join(number, room).encode(), self.timeout)
+        link.send(Join(number, free_memory(self.receiving_device)).encode(), self.timeout)
         return link
 
     @property
@@ -99,7 +98,7 @@ class Join:
     """First message on a connection."""
 
     number: int | None  # number of the receiver, or None to call the channel off
-    room: int | None = None  # free bytes on the receiver's device, if it needs a buffer there
+    room: int | None = None  # free bytes on the GPU of the receiver's buffer; None in host memory
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()

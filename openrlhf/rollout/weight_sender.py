@@ -130,7 +130,8 @@ class WeightSender:
 
     def start_broadcast(self, data: Tensor) -> dist.Work:
         """Start to broadcast bytes [size] by NCCL; it waits on the device for the copies that made them."""
-        assert self.group is not None
+        if self.group is None:
+            raise BackendError("this weight channel has no NCCL group: its transport is not nccl, or it was closed")
         return self.group.broadcast(data, 0)
 
     def publish(self, message: bytes, data: Tensor | None = None) -> Sending:
@@ -229,12 +230,10 @@ class BucketPipeline:
     def __init__(self, sender: WeightSender, version: int) -> None:
         self.sender = sender
         self.version = version
-        device, rooms = torch.device("cpu"), [one.room for one in sender.receivers.values() if one.room is not None]
-        if sender.channel.transport != "tcp":
-            device = sender.device
-            if device.type == "cuda":
-                rooms.append(free_memory(device))
-        size = bucket_size(sender.channel.bucket_bytes, sender.model_bytes, rooms)
+        device = torch.device("cpu") if sender.channel.transport == "tcp" else sender.device
+        rooms = (free_memory(device), *(receiver.room for receiver in sender.receivers.values()))
+        known = [room for room in rooms if room is not None]
+        size = bucket_size(sender.channel.bucket_bytes, sender.model_bytes, known)
         # The first bucket is being filled.
         self.idle = deque(Bucket(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2))
         self.in_transit: deque[InTransit] = deque()
