@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,43 @@ def train(
             built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
 
+    fit = make_fit(config, data, tokenizer, order, scheduled, built)
+    with end_at_first_signal():
+        first_step = fit.resume(resume_from) if resume_from else 0
+    try:
+        # The run writes nothing before this point, because any step above may still reject it.
+        monitor = make_monitor(config, order.total_steps, first_step, sinks)
+        with explain_memory(config, TRAINING, machine), monitor as fit.monitor:
+            if first_step == 0:
+                fit.evaluate(0)
+            if first_step >= order.total_steps:
+                fit.monitor.tell(f"the checkpoint is at step {first_step}: no steps are left to train")
+            with present_objects_frozen():
+                last = fit.run(first_step)
+    except Interrupted as stop:
+        say(explain_stop(stop))
+        raise
+    outcome = Outcome(len(data.train), len(data.evaluation), fit.last_step, last, fit.last_evaluation)
+    folder = Path(config.checkpoints.save_path)
+    saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
+    for attempt in saving.attempts():
+        with attempt as aside:
+            fill_model_folder(built, tokenizer, aside, lambda: training_card(config, outcome))
+    saving.must_be_in_place()
+    say(f"saved {folder}")
+    return Result(folder, fit.last_step, last, fit.last_evaluation)
+
+
+def make_fit(
+    config: SupervisedConfig,
+    data: SupervisedData,
+    tokenizer: PreTrainedTokenizerBase,
+    order: Order,
+    scheduled: Callable[[int], float],
+    built: Built,
+) -> Fit[Any, Any, Any]:
+    """Connect the models with the rows and flags of the run; the kinds of rows and batches depend on the command."""
+
     def save_step(folder: Path) -> None:
         outcome = Outcome(len(data.train), len(data.evaluation), fit.last_step, evaluation=fit.last_evaluation)
         save_model_folder(built, tokenizer, folder, lambda: training_card(config, outcome, folder=folder))
@@ -117,31 +155,7 @@ def train(
         summarise=built.summarise,
         on_evaluated=built.on_evaluated,
     )
-
-    with end_at_first_signal():
-        first_step = fit.resume(resume_from) if resume_from else 0
-    folder = Path(config.checkpoints.save_path)
-    try:
-        # The run writes nothing before this point, because any step above may still reject it.
-        monitor = make_monitor(config, order.total_steps, first_step, sinks)
-        with explain_memory(config, TRAINING, machine), monitor as fit.monitor:
-            if first_step == 0:
-                fit.evaluate(0)
-            if first_step >= order.total_steps:
-                fit.monitor.tell(f"the checkpoint is at step {first_step}: no steps are left to train")
-            with present_objects_frozen():
-                last = fit.run(first_step)
-    except Interrupted as stop:
-        say(explain_stop(stop))
-        raise
-    outcome = Outcome(len(data.train), len(data.evaluation), fit.last_step, last, fit.last_evaluation)
-    saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
-    for attempt in saving.attempts():
-        with attempt as aside:
-            fill_model_folder(built, tokenizer, aside, lambda: training_card(config, outcome))
-    saving.must_be_in_place()
-    say(f"saved {folder}")
-    return Result(folder, fit.last_step, last, fit.last_evaluation)
+    return fit
 
 
 def make_order(config: SupervisedConfig, num_rows: int) -> Order:
