@@ -62,6 +62,7 @@ SUGGESTIONS = (
     ),
     Suggestion("chat_template chat_template_path", "tokenizer_chat_template"),
     Suggestion("system default_system", "system_prompt"),
+    Suggestion("system_column system_field", "system_key"),
     Suggestion("prompt_column prompt_field text_field dataset_text_field query_key", "input_key prompt_key"),
     Suggestion("response_key completion_key response_column answer_key", "output_key label_key"),
     Suggestion("packing neat_packing pack use_remove_padding", "packing_samples"),

@@ -38,6 +38,8 @@ def field_findings(
 ) -> tuple[Finding | None, ...]:
     """Return the findings that any command with a template may have, from the fields that it reads."""
     names = [name for field in fields for name in split_names(field)]
+    if template.apply_chat_template and template.system_key is not None:
+        names.append(template.system_key)
     texts = [text for row in rows for name in names for text in texts_in(row.get(name))]
     return unknown_field(rows, names), messages_as_text(texts), formatted_twice(texts, template)
 

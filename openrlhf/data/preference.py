@@ -109,7 +109,7 @@ def mark_side(record: Record, fields: PairFlags, side: str, flag: str, form: Tex
     if len(messages) == before or messages[-1]["role"] != "assistant":
         raise Dropped(NO_ANSWER)
     conversation = chat.conversation(record, messages)
-    added = len(conversation.messages) - len(messages)  # 1 if --system_prompt was prepended
+    added = len(conversation.messages) - len(messages)  # 1 if a system message was prepended
     return chat.mark_response(conversation, before + added)
 
 

@@ -54,11 +54,18 @@ class Chat:
     override: str | None  # --tokenizer_chat_template
     kwargs: Mapping[str, object]  # --chat_template_kwargs
     system_prompt: str | None
+    system_key: str | None = None
 
     def conversation(self, record: Record, messages: Sequence[Message]) -> Conversation:
-        """Combine messages with the row's tools; prepend --system_prompt if they do not start with a system message."""
-        if self.system_prompt is not None and messages and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        """Combine messages with the row's tools and, if they do not start with a system message, with its own.
+
+        A row without text in the field --system_key gets --system_prompt.
+        """
+        system = self.system_prompt
+        if self.system_key is not None and self.system_key in record.row:
+            system = record.text(self.system_key, "--system_key") or system
+        if system is not None and messages and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": system}, *messages]
         return Conversation(messages, read_tools(record), record.place)
 
     def render(self, conversation: Conversation, *, prompt: bool = False) -> Rendered:
@@ -152,7 +159,13 @@ def open_chat(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> Ch
         raise ConfigError(
             "--apply_chat_template: the tokenizer has no chat template", try_this="--tokenizer_chat_template '...'"
         )
-    return Chat(tokenizer, settings.tokenizer_chat_template, settings.template_kwargs, settings.system_prompt)
+    return Chat(
+        tokenizer,
+        settings.tokenizer_chat_template,
+        settings.template_kwargs,
+        settings.system_prompt,
+        settings.system_key,
+    )
 
 
 def for_template(messages: Sequence[Message], template: str) -> list[Message]:

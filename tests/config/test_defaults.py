@@ -422,6 +422,7 @@ ADDED_TO_RL = {
     "stop": (),
     "chat_template_kwargs": None,
     "system_prompt": None,
+    "system_key": None,
     "loss_agg_mode": None,  # token-mean, and constant for dr_grpo
     "reward_timeout": 180.0,
     "max_turns": None,

@@ -80,6 +80,8 @@ SAID = {  # command and flags -> the line
     ),
     "train_dpo --muon_nesterov false": "--muon_nesterov false has no effect without --optim muon",
     "train_kto --system_prompt 'a long text'": "--system_prompt has no effect without --apply_chat_template",
+    "train_rm --system_key rules": "--system_key has no effect without --apply_chat_template",
+    "interactive_chat --apply_chat_template --system_key a": "--system_key has no effect because a chat has no rows",
     "batch_inference --zero_stage 3": "--zero_stage 3 has no effect because each process holds the whole model",
     "batch_inference --tp_size 2": "--tp_size 2 has no effect without --eval_task generate_vllm",
     "interactive_chat --greedy_sampling --top_p 0.5": "--top_p 0.5 has no effect with --greedy_sampling",
@@ -102,7 +104,7 @@ QUIET = [  # the same flags in runs in which they have an effect
     "train_ppo --critic_optim muon --muon_ns_steps 4 --critic_muon_lr 0.1",
     "train_dpo --lr_scheduler constant --lr_warmup_ratio 0",
     "train_rm --eval_steps 5",
-    "train_sft --apply_chat_template --system_prompt Hi",
+    "train_sft --apply_chat_template --system_prompt Hi --system_key rules",
     "batch_inference --eval_task rm --value_head_prefix head --post_processor csft --normalize_reward",
     "train_kto --pretrain org/model --use_ms",
 ]

@@ -84,6 +84,18 @@ def test_the_system_prompt_is_added_to_conversations_without_one(records):
     assert chat.conversation(record, own).messages == own
 
 
+def test_a_row_may_have_its_own_system_message(records):
+    chat = open_with(STABLE, system_prompt="be kind", system_key="rules")
+    own = [{"role": "system", "content": "six"}, user("one")]
+    rows = records({"rules": "two"}, {"rules": ""}, {"rules": None}, {})
+    for record, system in zip(rows, ("two", *["be kind"] * 3), strict=True):
+        assert chat.conversation(record, [user("one")]).messages == [{"role": "system", "content": system}, user("one")]
+        assert chat.conversation(record, own).messages == own
+    (wrong,) = records({"rules": 3})
+    with pytest.raises(DataError, match="field 'rules': expected text"):
+        chat.conversation(wrong, own)
+
+
 def test_template_kwargs_reach_the_template():
     chat = open_with("{% if loud %}LOUD{% endif %}{{ messages[0].content }}", chat_template_kwargs='{"loud": true}')
     assert chat.render(conversation(user("one"))).text == "LOUDone"

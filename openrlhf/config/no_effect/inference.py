@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, ExportConfig, ViewConfig
-from openrlhf.config.no_effect.lines import rows
+from openrlhf.config.no_effect.lines import always, rows
 
 
 def is_task(*names: str) -> Callable[[BatchInferenceConfig], bool]:
@@ -40,6 +40,7 @@ INFERENCE = (
         ),
         ("rollout_batch_size", "without --iter", lambda c: c.task.iter is None),
     ),
+    *rows(ChatConfig, ("system_key", "because a chat has no rows", always)),
     *rows(SAMPLED, ("temperature top_p", "with --greedy_sampling", lambda c: c.sampling.greedy_sampling)),
     *rows(ViewConfig, ("port open", "with --export, which starts no server", lambda c: c.page.export)),
     *rows(

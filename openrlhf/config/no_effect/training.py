@@ -118,7 +118,7 @@ TRAINING = (
     *rows(
         (commands.SFTConfig, commands.KDConfig),
         (
-            f"output_key apply_chat_template input_template {CHAT_TEMPLATE}",
+            f"output_key apply_chat_template input_template system_key {CHAT_TEMPLATE}",
             "with --pretrain_mode",
             lambda c: c.fields.pretrain_mode,
         ),
@@ -126,6 +126,7 @@ TRAINING = (
     *rows(
         get_args(Templated),
         (CHAT_TEMPLATE, "without --apply_chat_template", plain_text),
+        ("system_key", "without --apply_chat_template", lambda c: not c.template.apply_chat_template),
         ("input_template", "with --apply_chat_template", lambda c: c.template.apply_chat_template),
     ),
 )

@@ -64,6 +64,9 @@ class TemplateFlags:
         None, "Template with {} for the input, used if no chat template is applied.", essential=True
     )
     system_prompt: str | None = flag(None, "System message for conversations that do not start with one.")
+    system_key: str | None = flag(
+        None, "Field with a row's system message, for conversations that do not start with one (else --system_prompt)."
+    )
     chat_template_kwargs: str | None = flag(
         None, 'Variables for the chat template, as a JSON object such as {"enable_thinking": false}.'
     )
