@@ -130,12 +130,12 @@ class Broken(ContinuousBatching):
 
     def prefill(self, prompts):
         rows, logits = super().prefill(prompts)
-        return BrokenRows(rows.forward, rows.cache, rows.mask, self.fault), logits
+        return BrokenRows(rows.forward, rows.cache, rows.mask, fault=self.fault), logits
 
 
 @dataclass
 class BrokenRows(CachedRows):
-    fault: str
+    fault: str = ""
 
     def step(self, tokens, ended):
         if self.fault == "step":
