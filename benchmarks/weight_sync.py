@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -48,6 +49,7 @@ CONFIGS = {
     "gpt2": lambda **more: GPT2Config(n_embd=256, n_layer=2, n_head=4, n_positions=512, **more),
     "mixtral": lambda **more: MixtralConfig(**SHAPE, num_local_experts=8, sliding_window=None, **more),
     "qwen3_moe": lambda **more: Qwen3MoeConfig(**SHAPE | EXPERTS, **more),
+    "gpt_oss": lambda **more: GptOssConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2, head_dim=64, **more),
 }
 
 

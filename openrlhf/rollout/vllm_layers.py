@@ -2,7 +2,8 @@
 
 On CPU, vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
 packs the new weights again, with two exceptions that `reloading` corrects: a head that shares the embedding's weight
-keeps a packed copy of the old weight, and experts are packed only when their kernel is built.
+keeps a packed copy of the old weight, and experts are packed only when their kernel is built. On every device, the
+reload loses what GPT-OSS copies into its layers without their loaders; `keep_direct_copies` keeps it.
 
 To verify a load, some columns of each tensor are compared: `sampled` reads them from the received tensor, `read_back`
 from the weights that the layers compute with. `vllm_worker.py` calls all three functions.
@@ -52,7 +53,8 @@ def reloading(model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
             method.moe_kernel = None
     initialize_layerwise_reload(model)
     try:
-        yield
+        with keep_direct_copies(model):
+            yield
     finally:
         finalize_layerwise_reload(model, model_config)
         for method, kernel in kernels:
@@ -60,6 +62,29 @@ def reloading(model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
                 method.moe_kernel = kernel
         if current_platform.is_cpu():
             pack_shared_weights(model)
+
+
+@contextmanager
+def keep_direct_copies(model: nn.Module) -> Iterator[None]:
+    """Let a layer-wise reload process the experts and attention sinks of GPT-OSS.
+
+    A reload gives layers tensors without memory and collects what their loaders get. The code that loads GPT-OSS writes
+    these tensors itself, so they need memory before, and count as loaded afterwards.
+    """
+    if not type(model).__name__.startswith("GptOss"):
+        yield
+        return
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+    written = [module for module in model.modules() if {"sinks", "w13_weight"} & module._parameters.keys()]
+    for module in written:
+        materialize_layer(module, get_layerwise_info(module))
+    yield
+    for module in written:
+        info: VLLMLayer = get_layerwise_info(module)
+        if info.can_load() and info.load_numel == 0:
+            info.load_numel, info.load_numel_total = 1, 2  # partly loaded: finalising processes the layer as it is
 
 
 def pack_shared_weights(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ TIED = {"tie_word_embeddings": True}
 EXPERTS = {  # padded for vLLM's kernels, and not
     "mixtral": ("mixtral", ATTENTION),
     "qwen3_moe": ("qwen3_moe", ATTENTION),
+    "gpt_oss": ("gpt_oss", ATTENTION),
 }
 FAMILIES = {
     "llama": ("llama", ATTENTION),
