@@ -271,6 +271,8 @@ class Network(nn.Module):
             if self.routed is not None:
                 self._replay(self.routed, call, batch, share, num_calls=len(calls))
             outputs.append(self.decoder_without_head(**arguments))
+        if self.routed is not None and not torch.is_grad_enabled():
+            self.routed.replay(None)  # otherwise kept for a backward pass, which may recompute activations
 
         hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])  # [rows, hidden]
         rows = (

@@ -24,6 +24,7 @@ from openrlhf.config.parser import parse
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rl.engines import engine_spec
 from openrlhf.rl.models import Models
+from openrlhf.rl.sample_files import read_samples
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.types import Request, SamplingParams
 from tests.cluster.ray_machine import WATCHDOG, wait_until_gone
@@ -216,6 +217,21 @@ def test_fsdp_ranks_train_and_generate_like_one_process(run_on_ray, run_locally)
     assert distance(weights(sharded.save_path), weights(whole.save_path)) <= 1e-5
     assert sharded.train("critic_loss") == pytest.approx(whole.train("critic_loss"), abs=1e-5)
     assert (sharded.ckpt_path / "global_step2" / "_critic" / "fsdp" / "rank1.safetensors").is_file()
+
+
+def test_divided_experts_train_with_the_engines_choices_like_one_process(run_on_ray, run_locally, models):
+    """Two ranks hold half of the experts each; a single process replays their samples, and the experts with them."""
+    flags = {"pretrain": models("mixtral"), "advantage_estimator": "group_norm", "train_batch_size": 16}
+    flags |= {"actor_learning_rate": 1e-3, "adam_eps": 1e-5, "aux_loss_coef": 0.01, "router_replay": True}
+    flags |= {"vllm_num_engines": 0, "packing_samples": True, "gradient_checkpointing": True}
+    two = {"actor_num_gpus_per_node": 2, "backend": "fsdp", "expert_parallel_size": 2}
+    divided = run_on_ray("divided", 2, **flags | two)
+    recorded = read_samples(divided.save_path / "run" / "rollouts" / "step_000002.parquet")
+    assert all(item.routed_experts.shape == (len(item.input_ids), 2, 2) for item in recorded)
+    whole = run_locally("whole", 2, replay="./divided/run/rollouts", **flags)
+    assert distance(weights(divided.save_path), weights(whole.save_path)) <= 1e-5
+    for name in ("policy_loss", "aux_loss"):
+        assert divided.train(name) == pytest.approx(whole.train(name), abs=1e-5)
 
 
 def test_the_hybrid_command_of_the_readme_trains_adapters(

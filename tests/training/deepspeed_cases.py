@@ -69,6 +69,13 @@ def make_batch(lengths: Sequence[int], seed: int, *, packed: bool) -> Batch:
     return Batch(input_ids=ids, lengths=torch.tensor(lengths), target_mask=mask)
 
 
+def routed_batch() -> Batch:
+    """Return a batch with recorded experts: two of four for each token, in two layers."""
+    batch = make_batch((9, 5), 3, packed=False)
+    scores = torch.rand(*batch.input_ids.shape, 2, 4, generator=torch.Generator().manual_seed(1))
+    return replace(batch, routed_experts=scores.topk(2).indices.to(torch.int16))
+
+
 def step_batches(step: int, *, packed: bool) -> list[Batch]:
     return [make_batch(lengths, 10 * step + part, packed=packed) for part, lengths in enumerate(STEPS[step])]
 

@@ -23,6 +23,7 @@ from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.load import load_causal_lm, recompute_activations
+from openrlhf.models.router_replay import RoutedLayers
 from openrlhf.training import compilation
 from openrlhf.training.fsdp import FsdpBackend, FsdpFrozen
 from openrlhf.training.fsdp_shards import local_shard
@@ -37,6 +38,7 @@ from tests.training.deepspeed_cases import (
     load_network,
     make_batch,
     of_rank,
+    routed_batch,
     step_batches,
     step_scorer,
     train,
@@ -120,6 +122,8 @@ class Worker:
             backend = FsdpBackend(network, SETTINGS, DIVIDED, CPU, learning_rate=RATE)
             here = sum(local_shard(parameter).numel() for parameter in network.parameters())
             results[model] = self.trained(f"divided-{self.ranks}-{model}", backend) | {"here": here}
+            network.routed = RoutedLayers(network.decoder)
+            results[model]["routed"] = backend.forward(routed_batch(), LogProbs).log_probs.tolist()
             backend.export(self.folder / f"export-divided-{self.ranks}-{model}")
         return results
 

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from openrlhf.models.forward import LogProbs
+from openrlhf.models.router_replay import RoutedLayers
 from openrlhf.training.fsdp import FOLDER
 from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.local import LocalBackend, LocalFrozen
@@ -27,6 +28,7 @@ from tests.training.deepspeed_cases import (
     judged_rows,
     load_network,
     make_batch,
+    routed_batch,
     step_batches,
     step_scorer,
     train,
@@ -140,6 +142,10 @@ def test_divided_experts_train_like_one_process(
     assert_same_weights(folder / f"{name}.safetensors", backend)
     exported = AutoModelForCausalLM.from_pretrained(folder / f"export-{name}", dtype=torch.float32)
     assert_close(outputs_of(exported), outputs_of(backend.network.decoder), rtol=0.0, atol=1e-4)
+    backend.network.routed = RoutedLayers(backend.network.decoder)
+    routed = backend.forward(routed_batch(), LogProbs).log_probs
+    for share in shares:
+        assert_close(torch.tensor(share["routed"]), routed, rtol=0.0, atol=1e-4)
 
 
 def test_compiled_layers_train_like_others(folder: Path, results: dict[int, Any]) -> None:
