@@ -50,7 +50,8 @@ class RoutedLayers:
         """Choose these experts in all further passes, [tokens, layers, k], or let the routers choose if None.
 
         Choices stay in place until the next call, because a backward pass may recompute activations. A token whose
-        numbers are NOT_RECORDED is routed as usual. `layers` may also count the layers without experts.
+        numbers are NOT_RECORDED, or not k different ones, is routed as usual: some engines report zeros for tokens that
+        they did not record. `layers` may also count the layers without experts.
         """
         if recorded is None:
             for layer in self.layers:
@@ -63,6 +64,8 @@ class RoutedLayers:
                 " experts",
                 try_this="without --router_replay",
             )
+        repeated = (found.sort(-1).values.diff(dim=-1) == 0).any(-1, keepdim=True)  # [layers, tokens, 1]
+        found = found.masked_fill(repeated, NOT_RECORDED)
         for place, layer in enumerate(self.layers):
             layer.replayed = found[place if len(found) == len(self.layers) else layer.number]
 

@@ -94,9 +94,11 @@ def routed_experts(output: RequestOutput) -> NDArray[np.int16]:
     found = [part for part in parts if part is not None]
     expected = len(output.prompt_token_ids) + len(made.token_ids) - 1
     rows = np.concatenate(found).astype(np.int16) if found else np.empty((0, 0, 0), np.int16)
-    if len(rows) < expected:
+    if len(rows) < expected or (rows.shape[2] > 1 and not rows.any()):
+        found = f"the experts of {len(rows)} tokens" if len(rows) < expected else "only zeros"
         raise RolloutError(
-            f"vLLM reported the experts of {len(rows)} tokens: expected {expected}", try_this="without --router_replay"
+            f"vLLM did not report its choice of experts: expected those of {expected} tokens, got {found}",
+            try_this="without --router_replay",
         )
     return rows[:expected]
 

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,6 +17,7 @@ from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sampling import SamplingState, truncate
+from openrlhf.rollout.vllm_loop import routed_experts
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
 from openrlhf.types import Prompt, Request, SamplingParams, TokenRow
@@ -378,3 +380,35 @@ def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(shar
         return long
 
     assert len(asyncio.run(change()).token_ids) == LONG.params.max_tokens
+
+
+def finished(experts):
+    """vLLM's output for a prompt of 4 tokens and a completion of 3."""
+    from vllm import CompletionOutput, RequestOutput  # after the engine, which sets the variables that vLLM reads
+
+    made = CompletionOutput(0, "abc", [7, 8, 9], None, None, finish_reason="stop", routed_experts=experts)
+    return RequestOutput("1", "abcd", [3, 4, 5, 6], None, [made], finished=True)
+
+
+def test_reported_experts_are_those_of_every_input_token():
+    experts = np.arange(7 * 2 * 3, dtype=np.uint8).reshape(7, 2, 3)  # [tokens, layers, k]
+    for reported in (experts[:6], experts):  # without and with the last token, which is never an input
+        found = routed_experts(finished(reported))
+        assert found.dtype == np.int16
+        assert found.tolist() == experts[:6].tolist()
+    apart = finished(experts[4:])  # as some versions report them
+    apart.prompt_routed_experts = experts[:4]
+    assert routed_experts(apart).tolist() == experts[:6].tolist()
+
+
+@pytest.mark.parametrize(
+    ("experts", "problem"),
+    [
+        (None, "got the experts of 0 tokens"),
+        (np.ones((5, 2, 3), np.uint8), "got the experts of 5 tokens"),
+        (np.zeros((6, 2, 3), np.uint8), "got only zeros"),
+    ],
+)
+def test_experts_that_vllm_did_not_record_are_rejected(experts, problem):
+    with pytest.raises(RolloutError, match=f"expected those of 6 tokens, {problem}"):
+        routed_experts(finished(experts))
