@@ -52,10 +52,8 @@ def check_experts(config: PretrainedConfig, name: str, size: int) -> None:
         )
 
 
-def divide_experts(network: Network, mesh: DeviceMesh) -> list[nn.Module]:
-    """Keep this process's part of the experts in every layer; return the modules that hold experts, if any."""
-    group = mesh.get_group(GROUP)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+def modules_to_divide(network: Network, size: int) -> list[nn.Module]:
+    """Return the modules that hold the experts of a network; none if it has no experts."""
     check_experts(network.decoder.config, type(network.decoder).__name__, size)
     found = expert_modules(network)
     if number_of_experts(network.decoder.config) and not found:
@@ -64,13 +62,18 @@ def divide_experts(network: Network, mesh: DeviceMesh) -> list[nn.Module]:
             " modules of their own",
             try_this="--expert_parallel_size 1",
         )
-    for module in found:
-        experts: Any = module
-        experts.num_experts //= size
-        for parameter in experts.parameters():
-            parameter.data = parameter.data.chunk(size)[rank].clone()  # so that the memory of the others is freed
-        experts.forward = ExpertExchange(experts, group)
     return found
+
+
+def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this process's part of the experts that a module holds."""
+    group = mesh.get_group(GROUP)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    experts: Any = module
+    experts.num_experts //= size
+    for parameter in experts.parameters():
+        parameter.data = parameter.data.chunk(size)[rank].clone()  # so that the memory of the others is freed
+    experts.forward = ExpertExchange(experts, group)
 
 
 def exchange_of(module: nn.Module) -> ExpertExchange | None:

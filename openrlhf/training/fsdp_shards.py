@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -38,6 +38,7 @@ from openrlhf.training.expert_parallel import (
     exchange_of,
     expert_mesh,
     gather_experts,
+    modules_to_divide,
 )
 from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.tensor_module import TensorModule
@@ -86,16 +87,16 @@ def shard_network(
     if head is not None:
         files.fill(head.parameters(), copy=True)
         kept = set(head.to(device).parameters())
-    meshes: dict[nn.Module, DeviceMesh] = {}  # of the modules that hold experts
-    if expert_parallel_size > 1:
-        ranks = expert_mesh(device.type, expert_parallel_size)
-        meshes = dict.fromkeys(divide_experts(network, ranks), ranks[SAME_EXPERTS])
-    for module in (*meshes, *separate_layers(network), root):
+    divided = modules_to_divide(network, expert_parallel_size) if expert_parallel_size > 1 else []
+    ranks = expert_mesh(device.type, expert_parallel_size) if divided else everyone
+    for module in (*divided, *separate_layers(network), root):
         files.fill(module.parameters())
+        if module in divided:
+            divide_experts(module, ranks)
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(torch.float32)
-        mesh = meshes.get(module, everyone)
+        mesh = ranks[SAME_EXPERTS] if module in divided else everyone
         if tensor_parallel is not None and module is not root:
             tensor_parallel.split(module)
             mesh = tensor_parallel.grid["data"]  # peers have different parts, which other processes share

@@ -153,8 +153,8 @@ class Worker:
     def deferred(self) -> dict[str, Any]:
         """Train models whose weights are read layer by layer while they are sharded, also a frozen one."""
         results = {}
-        for model in ("llama", "tied"):
-            backend = FsdpBackend(self.shell(model), SETTINGS, ShardingFlags(), CPU, learning_rate=RATE)
+        for model, sharding in (("llama", ShardingFlags()), ("tied", ShardingFlags()), ("gpt_oss", DIVIDED)):
+            backend = FsdpBackend(self.shell(model), SETTINGS, sharding, CPU, learning_rate=RATE)
             results[model] = self.trained(f"deferred-{model}", backend)
         teacher = FsdpFrozen(self.shell("teacher"), ShardingFlags(), CPU)
         return results | {"look": teacher.forward(make_batch((9, 5), 3, packed=False), LogProbs).log_probs.tolist()}
