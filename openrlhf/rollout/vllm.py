@@ -87,7 +87,8 @@ class VLLMEngine(StepLoop):
             from vllm.inputs import tokens_input
 
             self._engine = build_engine(self.spec, self.dtype, compiles=self.compiles)
-            if self.spec.engines.vllm_pipeline_parallel_size > 1:
+            if self.spec.engines.devices_per_engine > 1:  # workers in processes of their own
+                self._engine.collective_rpc("end_with_parent")
                 self._engine.collective_rpc("make_stage_inputs")
             try:  # one token, so that a model that vLLM loads but cannot run is rejected before anything else starts
                 self._engine.add_request("trial", tokens_input([0]), vllm.SamplingParams(max_tokens=1, temperature=0.0))

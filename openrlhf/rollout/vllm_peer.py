@@ -8,6 +8,7 @@ weights, for which every worker connects to the policy itself. The driver starts
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ from openrlhf.errors import EngineError
 from openrlhf.models.load import choose_dtype
 from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.vllm import COMPILES, engine_arguments, set_environment
+
+CHECK_EVERY = 1.0  # seconds between checks of whether the workers are alive
 
 
 class EnginePeer:
@@ -37,5 +40,7 @@ def run_workers(spec: EngineSpec, device: torch.device) -> None:
 
     arguments = engine_arguments(spec, choose_dtype(spec.model.param_dtype, device), compiles=COMPILES)
     config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
-    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+    executor = MultiprocExecutor(config, monitor_workers=False)  # returns when the whole engine has started
+    while all(worker.proc.is_alive() for worker in executor.workers):
+        time.sleep(CHECK_EVERY)
     raise EngineError("a worker process of vLLM ended")

@@ -7,6 +7,8 @@ same process or through a channel, passes them to vLLM's own loader, and reports
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from openrlhf.rollout.engine import Weights
 from openrlhf.rollout.vllm_layers import COPIED, Sampled, method_of, read_back, reloading, sampled
 from openrlhf.rollout.weight_receiver import WeightsPerWorker
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+
 
 @dataclass(frozen=True)
 class Received:
@@ -42,6 +46,14 @@ class WeightLoading:
     vllm_config: Any  # vllm.config.VllmConfig
     model_runner: Any  # depends on the device
     rank: int
+
+    def end_with_parent(self) -> None:
+        """Let the kernel end this worker process with the one that started it.
+
+        vLLM's workers notice the end of their parent only between steps, and not at all while they wait for a worker
+        on another node. They would keep the memory of their GPU.
+        """
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
     def make_stage_inputs(self) -> None:
         """Allocate the input of a pipeline stage, which vLLM on CPU does only if it compiles the model."""

@@ -294,6 +294,7 @@ def test_an_engine_on_two_nodes_gets_all_weights_and_is_replaced_as_a_whole(run_
 
     monkeypatch.setattr(Process, "call", call_and_lose_a_node)
     flags = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "backend": "fsdp", "init_kl_coef": 0}
+    flags |= {"train_batch_size": 16}  # two optimizer steps per rollout, so the policy scores the samples
     ran = run_on_ray("out", 2, vllm_num_engines=1, vllm_pipeline_parallel_size=2, sync_check_every=1, **flags)
     assert max_log_prob_difference(ran) <= 1e-4
     assert count_prompts(ran) == dict.fromkeys(range(16), 4)
