@@ -203,6 +203,7 @@ def engine_arguments(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) ->
     from vllm.platforms import current_platform
 
     flags, span = spec.engines, spec.span
+    divides_experts = flags.vllm_enable_expert_parallel and flags.vllm_tensor_parallel_size > 1
     several_nodes: dict[str, Any] = {}
     if span.nodes > 1:
         several_nodes = {
@@ -221,7 +222,7 @@ def engine_arguments(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) ->
         max_model_len=spec.context_length,
         tensor_parallel_size=flags.vllm_tensor_parallel_size,
         pipeline_parallel_size=flags.vllm_pipeline_parallel_size,
-        enable_expert_parallel=flags.vllm_enable_expert_parallel and flags.vllm_tensor_parallel_size > 1,
+        enable_expert_parallel=divides_experts and not current_platform.is_cpu(),  # its kernel on CPU would crash
         gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
         enforce_eager=flags.enforce_eager or not compiles,
         enable_prefix_caching=bool(flags.enable_prefix_caching),
