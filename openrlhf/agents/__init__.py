@@ -7,7 +7,7 @@ scores. With a reward file, these functions pass the texts to the user's code an
 
     SingleTurnSamples.run_group                        single_turn.py
     FileRewards.score, score_alone, call               rewards.py
-    RewardPools.call                                   reward_pools.py
+    NodePools.call                                     node_pools.py
     Pool.call, Pool._run, Pool._assign                 sandbox/pool.py
     WorkerProcess.send                                 sandbox/process.py
       | pipe
@@ -18,9 +18,9 @@ scores. With a reward file, these functions pass the texts to the user's code an
     read_scores                                        scores.py
 
 With --reward_batch_groups, `GroupBatches.score` (`reward_batches.py`) joins several groups in a call. On a cluster,
-`RewardPools` also calls the pools of other nodes.
+`NodePools` also calls the pools of other nodes.
 
-With an agent file, `AgentEpisodes.run_group` (`episodes.py`) sends each sample through the same pool. `Worker._answer`
+With an agent file, `AgentEpisodes.run_group` (`episodes.py`) sends each sample through the same pools. `Worker._answer`
 calls `execute` of the file's executor, which sends its requests for the engine to the trainer through `EngineProxy`
 (`engine_proxy.py`). `read_trajectory` (`trajectory.py`) validates the result.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.loading import defined_in
+from openrlhf.agents.node_pools import NodePools
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import FileRewards, ServerRewards
 from openrlhf.agents.sandbox.handle import PoolLimits
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_PROCESSES = 8  # by default
+TOKENIZER_FOLDER = "openrlhf-tokenizer-"
 
 
 def build_executor(
@@ -52,28 +54,19 @@ def build_executor(
         source = reward_source(rewards, in_lockstep=in_lockstep)
         return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
 
-    # Workers load the tokenizer from a temporary folder, which the pool deletes. AutoTokenizer takes seconds to
-    # import, so use it only for classes that are not part of Transformers (hub code).
-    folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")
-    tokenizer.save_pretrained(folder.name)
-    kind = type(tokenizer)
-    is_known = kind.__module__.startswith("transformers.")
-    agent = object_of(rewards.agent_func_path, "agent_func_path")
-    spec = WorkerSpec(
-        file_of(rewards.agent_func_path, agent),
-        "agent",
-        code=agent,
-        max_length=context_length,
-        max_turns=rewards.max_turns,
-        scored_later=rewards.scored_by_models,
-        tokenizer_folder=folder.name,
-        tokenizer_class=(kind.__module__, kind.__qualname__) if is_known else ("transformers", "AutoTokenizer"),
+    folder = tempfile.TemporaryDirectory(prefix=TOKENIZER_FOLDER)  # the pool deletes it
+    spec = agent_spec(
+        rewards,
+        tokenizer,
+        folder.name,
+        context_length=context_length,
         trust_remote_code=trust_remote_code,
         template=template or TemplateFlags(),
     )
     pool = Pool(spec, limits_of(rewards), owns=folder)
     pool.start()
-    return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
+    pools = NodePools(pool)
+    return AgentEpisodes(pools, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
 
 
 def limits_of(rewards: RewardFlags) -> PoolLimits:
@@ -98,6 +91,35 @@ def reward_source(rewards: RewardFlags, *, in_lockstep: bool) -> FileRewards | S
         key = rewards.reward_api_key or None
         return ServerRewards([RewardServer(url, rewards.reward_timeout, api_key=key) for url in rewards.reward_servers])
     return None
+
+
+def agent_spec(
+    rewards: RewardFlags,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    *,
+    context_length: int,
+    trust_remote_code: bool,
+    template: TemplateFlags,
+) -> WorkerSpec:
+    """Return the first message to the workers of an agent; they load the tokenizer from `folder`, where it is saved."""
+    tokenizer.save_pretrained(folder)
+    # AutoTokenizer takes seconds to import, so use it only for classes that are not part of Transformers (hub code).
+    kind = type(tokenizer)
+    is_known = kind.__module__.startswith("transformers.")
+    agent = object_of(rewards.agent_func_path, "agent_func_path")
+    return WorkerSpec(
+        file_of(rewards.agent_func_path, agent),
+        "agent",
+        code=agent,
+        max_length=context_length,
+        max_turns=rewards.max_turns,
+        scored_later=rewards.scored_by_models,
+        tokenizer_folder=folder,
+        tokenizer_class=(kind.__module__, kind.__qualname__) if is_known else ("transformers", "AutoTokenizer"),
+        trust_remote_code=trust_remote_code,
+        template=template,
+    )
 
 
 def reward_spec(rewards: RewardFlags) -> WorkerSpec:

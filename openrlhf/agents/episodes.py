@@ -13,10 +13,10 @@ from functools import partial
 from openrlhf.agents.branches import read_episode
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, sample_name
 from openrlhf.agents.futures import gather_or_cancel
+from openrlhf.agents.node_pools import NodePools, RemotePool
 from openrlhf.agents.overrides import check_overrides, find_restriction, temperature_factors
 from openrlhf.agents.sandbox.call import CallFailure
-from openrlhf.agents.sandbox.messages import EpisodeInput
-from openrlhf.agents.sandbox.pool import Pool
+from openrlhf.agents.sandbox.messages import EpisodeInput, WorkerSpec
 from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
@@ -28,11 +28,15 @@ RETRIES = 1  # retries of an episode after a crash or a timeout
 class AgentEpisodes:
     """GroupExecutor that runs the samples of a prompt as concurrent episodes of an agent."""
 
-    pool: Pool
+    pools: NodePools
     context_length: int
     step_rewards: bool  # keep the reward of each turn
     on_error: OnError
     compares_engine: bool = False  # the loss compares the engine's log-probs with the trainer's
+
+    @property
+    def spec(self) -> WorkerSpec:
+        return self.pools.local.spec
 
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
@@ -58,16 +62,20 @@ class AgentEpisodes:
 
     async def close(self) -> None:
         """End the worker processes."""
-        await self.pool.close()
+        await self.pools.close()
+
+    async def add_pools(self, pools: Sequence[RemotePool]) -> None:
+        """Run episodes on other nodes, too."""
+        await self.pools.add(pools)
 
     async def _run_episode(
         self, prompt: Prompt, number: int, params: SamplingParams, session: Session
     ) -> list[Trajectory]:
         """Run one episode and validate its result; errors name the agent file and the sample."""
-        sample, agent = sample_name(prompt, sample=number), self.pool.spec.name
+        sample, agent = sample_name(prompt, sample=number), self.spec.name
         try:
             given = EpisodeInput(prompt.text, prompt.label, params)
-            played = await self.pool.call(given, retries=RETRIES, generate=session.generate)
+            played = await self.pools.call(given, retries=RETRIES, generate=session.generate)
         except CallFailure as failure:
             # A RolloutError in the worker means that the agent violated the interface; other errors are RewardErrors.
             kind = RolloutError if failure.error_class == RolloutError.__name__ else RewardError
@@ -81,7 +89,7 @@ class AgentEpisodes:
                 completions=played.completions,
                 context_length=self.context_length,
                 step_rewards=self.step_rewards,
-                scored_later=self.pool.spec.scored_later,
+                scored_later=self.spec.scored_later,
                 temperature_factors=temperature_factors(params, played.params),
                 whole_vocabulary=not any(map(find_restriction, played.params)),
             )

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from openrlhf.agents.executor import clip
 from openrlhf.agents.futures import gather_or_cancel
+from openrlhf.agents.node_pools import NodePools
 from openrlhf.agents.reward_batches import GroupBatches
-from openrlhf.agents.reward_pools import RewardPools
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
@@ -33,7 +33,7 @@ class FileRewards:
     """
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool, batch_groups: int = 1, slots: float | None = None) -> None:
-        self.pools = RewardPools(pool)
+        self.pools = NodePools(pool)
         self.stop_at_failure = stop_at_failure
         self.origin = pool.spec.name
         self.batches = GroupBatches(

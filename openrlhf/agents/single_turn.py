@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from openrlhf.agents.executor import GroupResult, OnError, Session
 from openrlhf.agents.futures import gather_or_cancel
-from openrlhf.agents.reward_pools import RewardPool
+from openrlhf.agents.node_pools import RemotePool
 from openrlhf.agents.rewards import FileRewards, ServerRewards
 from openrlhf.agents.scores import NOT_SCORED, Samples, Scored
 from openrlhf.agents.trajectory import join_turn
@@ -65,7 +65,7 @@ class SingleTurnSamples:
                 result.failures.append(scored)
         return result
 
-    async def add_pools(self, pools: Sequence[RewardPool]) -> None:
+    async def add_pools(self, pools: Sequence[RemotePool]) -> None:
         """Run the reward function on other nodes, too."""
         if isinstance(self.rewards, FileRewards):
             await self.rewards.pools.add(pools)

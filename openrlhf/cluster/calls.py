@@ -105,6 +105,18 @@ class Process(Generic[Worker]):
                 raise
             raise DeathError.of_late(str(self), self.seconds or 0.0, self.timeout_flag) from None
 
+    def tell(
+        self,
+        method: Callable[Concatenate[Worker, Arguments], object],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> None:
+        """Call a method of the actor without waiting for it, whether it succeeds or not."""
+        import ray
+
+        if ray.is_initialized():  # otherwise Ray would start again
+            getattr(self.actor, method.__name__).remote(*arguments, **named)
+
     def kill(self) -> None:
         import ray
 

@@ -67,7 +67,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             say(f"starting {asked.describe()}")
             if per_gpu > 1 and cluster.unit == "GPU":
                 say(f"{per_gpu} vLLM engines per GPU take turns, unless CUDA MPS runs on the nodes")
-            starting_pools = mark_retrieved(asyncio.ensure_future(starter.start_reward_pools(config)))
+            starting_pools = mark_retrieved(asyncio.ensure_future(starter.start_pools(config, tokenizer)))
             starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
             starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
             with explain_memory(config, LOADING, machine):

@@ -1,6 +1,6 @@
 """Start the processes of a plan as Ray actors, and end all of them together, even after an error.
 
-`launch` starts the worker groups, engines and reward pools of a training run, `inference.generate` only engines. The
+`launch` starts the worker groups, engines and pools of a training run, `inference.generate` only engines. The
 watch ends a run if a worker process dies. Engines are not watched, because `EngineGroup` replaces them, nor are pools,
 because a run can continue without them.
 """
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.build import reward_spec
+from openrlhf.agents.build import TOKENIZER_FOLDER, agent_spec, reward_spec
+from openrlhf.agents.sandbox.messages import WorkerSpec
 from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
 from openrlhf.cluster.engine_nodes import start_on_nodes
 from openrlhf.cluster.placement import Node
-from openrlhf.cluster.reward_nodes import NodePool, RewardNode, digest_of, share_processes
+from openrlhf.cluster.pool_nodes import NodePool, PoolFiles, PoolNode, digest_of, read_folder, share_processes
 from openrlhf.cluster.session import Cluster
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.config.commands import RLConfig
@@ -31,9 +34,12 @@ from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.vllm_peer import EnginePeer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
-REWARD_CALLS = 10_000  # concurrent calls per reward pool, which queues those that its processes have no room for
-SECONDS_TO_LOAD_REWARD = 600.0  # to start an actor and its first worker process, which loads the user's file
+POOL_CALLS = 10_000  # concurrent calls per pool, which queues those that its processes have no room for
+SECONDS_TO_LOAD_FILE = 600.0  # to start an actor and its first worker process, which loads the user's file
 
 
 @asynccontextmanager
@@ -128,33 +134,50 @@ class ProcessStarter:
         engines = [EngineReplica(number, process) for number, process in zip(numbers, started, strict=True)]
         return EngineGroup(engines, start, max_restarts, self.watch.guard)
 
-    async def start_reward_pools(self, config: RLConfig) -> list[NodePool]:
-        """Start a pool for the reward function, if there is one, on each other node that can run it."""
+    async def start_pools(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[NodePool]:
+        """Start a pool for the reward function or the agent, if it is a file, on each other node that can run it."""
         import ray
 
         rewards = config.rewards
-        if rewards.reward_file is None or rewards.agent_func_path or config.rollout.replay:
-            return []
+        with tempfile.TemporaryDirectory(prefix=TOKENIZER_FOLDER) as folder:
+            spec = self._pool_spec(config, tokenizer, folder)
+            if spec is None or spec.code is not None:
+                return []
+            files = PoolFiles(digest_of(spec.file), os.getcwd(), read_folder(folder))
         here = ray.get_runtime_context().get_node_id()
         others = [node for node in self.cluster.nodes if node.id != here]
         _, *shares = share_processes(rewards.reward_processes, len(others) + 1)
-        file = reward_spec(rewards).file  # an absolute path
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={BACKGROUND: 1})(RewardNode)
+        actor = remote(concurrency_groups={BACKGROUND: 1})(PoolNode)
 
         async def start(node: Node, share: int | None) -> NodePool | None:
             slot = self.cluster.node_slot(node)
-            handle = actor.options(**slot.options, max_concurrency=REWARD_CALLS).remote()
-            process: Process[RewardNode] = Process(handle, "rewards", slot.address, cancels=True)
+            handle = actor.options(**slot.options, max_concurrency=POOL_CALLS).remote()
+            process: Process[PoolNode] = Process(handle, f"{spec.kind}s", slot.address, cancels=True)
             self.processes.append(process)
-            own = replace(rewards, remote_rm_url=file, reward_processes=share)
-            starting = process.within(SECONDS_TO_LOAD_REWARD)
+            own = replace(rewards, reward_processes=share)
             try:
-                capacity = await starting.call(RewardNode.start, own, digest_of(file), os.getcwd())
-                return NodePool(process, capacity, share or 0)
+                started = await process.within(SECONDS_TO_LOAD_FILE).call(PoolNode.start, spec, own, files)
+                return NodePool(process, *started, share or 0)
             except (ConfigError, BackendError) as error:
-                say(f"{error.message}: this node is not used for rewards")
+                say(f"{error.message}: this node is not used for {spec.name}")
                 return None
 
         started = [start(node, share) for node, share in zip(others, shares, strict=True) if share != 0]
         return [pool for pool in await asyncio.gather(*started) if pool is not None]
+
+    @staticmethod
+    def _pool_spec(config: RLConfig, tokenizer: PreTrainedTokenizerBase, folder: str) -> WorkerSpec | None:
+        """Return the first message to workers, with an absolute path; None if the run has no code of the user."""
+        if config.rollout.replay:
+            return None
+        if config.rewards.agent_func_path:
+            return agent_spec(
+                config.rewards,
+                tokenizer,
+                folder,
+                context_length=config.rollout.context_length,
+                trust_remote_code=config.model.trust_remote_code,
+                template=config.template,
+            )
+        return reward_spec(config.rewards) if config.rewards.reward_file else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor, ReportingExecutor
 from openrlhf.agents.single_turn import SingleTurnSamples
 from openrlhf.algo.kl import kl_controller
@@ -118,8 +119,8 @@ async def train(prepared: Prepared, open_runtime: OpenRuntime) -> RLResult:
     state = load_state(resume_from, kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon))
     rollouts = num_rollouts(config, len(order))
     async with open_runtime(config, prepared.tokenizer, rollouts) as runtime:
-        if isinstance(prepared.executor, SingleTurnSamples):
-            await prepared.executor.add_pools(runtime.reward_pools)
+        if isinstance(prepared.executor, SingleTurnSamples | AgentEpisodes):
+            await prepared.executor.add_pools(runtime.pools)
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)

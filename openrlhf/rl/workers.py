@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from openrlhf.agents.reward_pools import RewardPool
+from openrlhf.agents.node_pools import RemotePool
 from openrlhf.plan.gpus import Machine
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
@@ -140,4 +140,4 @@ class Runtime:
     engine: Engine
     sync: WeightSync
     machine: Machine | None = None  # for messages about memory; None if it is not known
-    reward_pools: Sequence[RewardPool] = ()  # on other nodes
+    pools: Sequence[RemotePool] = ()  # for the reward function or the agent, on other nodes

@@ -78,6 +78,11 @@ class Pool:
         """Number of calls that run at a time."""
         return self.limits.processes * self.max_calls
 
+    @property
+    def weight(self) -> float:
+        """Share of the calls that it gets, relative to the pools of other nodes: its capacity, if that is finite."""
+        return self.limits.processes if self.max_calls == math.inf else self.capacity
+
     async def call(
         self, given: RewardInput | EpisodeInput, *, retries: int, generate: Generate = refuse_request
     ) -> CallResult:

@@ -247,8 +247,8 @@ class RewardFlags:
     )
     reward_processes: int | None = flag(
         None,
-        "Worker processes for the reward function, over all nodes of a cluster, or for the agent, on the driver's node "
-        "(default: half of the CPU cores of each node, at most 8).",
+        "Worker processes for the reward function or the agent, over all nodes of a cluster (default: half of the CPU "
+        "cores of each node, at most 8).",
         POSITIVE,
     )
     reward_concurrency: int | None = flag(

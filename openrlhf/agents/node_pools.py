@@ -1,0 +1,164 @@
+"""The pools of worker processes that run user code: one on this node and, on a cluster, one on each other node.
+
+`FileRewards` and `AgentEpisodes` call `NodePools`, which passes each call to the least busy pool. Deadlines, retries
+and blame are those of a pool (`sandbox/pool.py`). A pool that is lost with its node is dropped, and its calls start
+again in the others; an episode then gets the same completions for the same requests, and the engine is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from openrlhf.agents.sandbox.call import CallFailure, CallResult, Generate
+from openrlhf.agents.sandbox.messages import EpisodeInput, RewardInput
+from openrlhf.agents.sandbox.pool import Pool, refuse_request
+from openrlhf.monitor import say
+from openrlhf.types import Completion, Request
+
+
+class RemotePool(Protocol):
+    """Worker processes on another node; in messages, `str` names the pool."""
+
+    @property
+    def capacity(self) -> float:
+        """Number of calls that run at a time."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Share of the calls that it gets, relative to other pools."""
+        ...
+
+    @property
+    def share(self) -> int:
+        """Number of processes that it takes over from the pool on this node; 0 if it has processes of its own."""
+        ...
+
+    async def call(
+        self, given: RewardInput | EpisodeInput, *, retries: int, generate: Generate = refuse_request
+    ) -> CallResult:
+        """Run user code; raise CallFailure if it fails, PoolLost if the pool is lost."""
+        ...
+
+
+class PoolLost(Exception):
+    """The death of a pool on another node; not a DeathError, because the engine that a call waits for may die too."""
+
+
+class NodePools:
+    """All pools of a run, with the number of calls that each is running."""
+
+    def __init__(self, local: Pool) -> None:
+        self.local = local
+        self.running: dict[Pool | RemotePool, int] = {local: 0}
+        self.worked: tuple[RewardInput | EpisodeInput, CallResult] | None = None  # a call that succeeded on this node
+
+    @property
+    def capacity(self) -> float:
+        """Number of calls that run at a time, in all pools."""
+        return sum(pool.capacity for pool in self.running)
+
+    async def add(self, pools: Sequence[RemotePool]) -> None:
+        """Use the pools of other nodes, except those on which a call fails that worked on this node.
+
+        User code may depend on this node: on a file, a package or a service that other nodes lack.
+        """
+        works = await asyncio.gather(*map(self._try, pools))
+        for pool in (pool for pool, is_usable in zip(pools, works, strict=True) if is_usable):
+            self.running[pool] = 0
+            self._share_processes(pool.share)
+        if len(self.running) > 1:
+            say(f"{self.local.spec.name} runs on {len(self.running)} nodes")
+
+    def _share_processes(self, count: int) -> None:
+        """Leave this many of the processes on this node to another one, or take them back if it is negative."""
+        limits = self.local.limits
+        self.local.limits = replace(limits, processes=limits.processes - count)
+
+    async def _try(self, pool: RemotePool) -> bool:
+        """Repeat a call that succeeded on this node in a pool; report a failure, or other rewards.
+
+        An episode gets the same completions and may then go on differently, because environments may be random.
+        """
+        if self.worked is None:
+            return True
+        given, here = self.worked
+        known = iter(here.completions)
+
+        async def repeat(request: Request) -> Completion:
+            completion = next(known, None)
+            if completion is None:
+                raise NoMoreCompletions
+            return completion
+
+        try:
+            there = await pool.call(given, retries=0, generate=repeat)
+        except NoMoreCompletions:
+            return True
+        except CallFailure as failure:
+            say(f"{self.local.spec.name} works here but not in {pool}, which is not used: it {failure.text}")
+            return False
+        except PoolLost as loss:
+            say(f"{loss}: this node is not used for {self.local.spec.name}")
+            return False
+        if isinstance(given, RewardInput) and repr(there.result) != repr(here.result):  # NaN does not equal itself
+            say(f"{self.local.spec.name} returns other rewards in {pool} than here: this node is not used")
+            return False
+        return True
+
+    async def call(
+        self, given: RewardInput | EpisodeInput, *, retries: int = 0, generate: Generate = refuse_request
+    ) -> CallResult:
+        """Run user code in the least busy pool; if the pool is lost, in another one."""
+        answers = KeptAnswers(generate)
+        while True:
+            pool = min(self.running, key=lambda pool: self.running[pool] / pool.weight)
+            self.running[pool] += 1
+            try:
+                result = await pool.call(given, retries=retries, generate=answers.start())
+            except PoolLost as loss:
+                if self.running.pop(pool, None) is not None:  # the first of its calls to notice
+                    if not isinstance(pool, Pool):
+                        self._share_processes(-pool.share)
+                    say(f"{loss}: its calls start again on the other nodes")
+            else:
+                if pool is self.local:
+                    self.worked = self.worked or (given, result)
+                return result
+            finally:
+                if pool in self.running:
+                    self.running[pool] -= 1
+
+    async def close(self) -> None:
+        """End the processes on this node; those on other nodes end with their actors."""
+        await self.local.close()
+
+
+class NoMoreCompletions(Exception):
+    """An episode that is repeated with known completions has made more requests than there are."""
+
+
+class KeptAnswers:
+    """The engine's answers to the requests of a call, kept in case the call starts again in another pool."""
+
+    def __init__(self, generate: Generate) -> None:
+        self.generate = generate
+        self.known: list[tuple[Request, Completion]] = []
+
+    def start(self) -> Generate:
+        """Return the function for the requests of a first or repeated attempt."""
+        numbers = itertools.count()
+
+        async def ask(request: Request) -> Completion:
+            number = next(numbers)
+            if number < len(self.known) and self.known[number][0] == request:
+                return self.known[number][1]
+            completion = await self.generate(request)
+            self.known[number:] = [(request, completion)]
+            return completion
+
+        return ask
