@@ -3,6 +3,7 @@
 from openrlhf.agents.chat.gem import GemAgentExecutor
 from openrlhf.agents.chat.nemo_gym import NemoGymAgentExecutor
 from openrlhf.agents.chat.openai_agent import OpenAIAgentExecutor
+from openrlhf.agents.chat.openenv import OpenEnvAgentExecutor
 from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.single_turn_agent import SingleTurnAgentExecutor
@@ -14,5 +15,6 @@ __all__ = [
     "MultiTurnAgentExecutor",
     "NemoGymAgentExecutor",
     "OpenAIAgentExecutor",
+    "OpenEnvAgentExecutor",
     "SingleTurnAgentExecutor",
 ]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from sessions import Scripted, decode, prompt, run
 
+from openrlhf.errors import ConfigError
+
 pytestmark = pytest.mark.slow(seconds=2)
 ROOT = Path(__file__).parents[2]
 GAME = "game:GuessTheNumber-v0-easy"
@@ -23,7 +25,7 @@ def file(write):
 def test_guide_has_a_file_for_every_kind():
     assert set(FILES) == {
         *("reward.py", "server.py", "environment.py", "steps.py", "client.py", "game.py", "gym.py"),
-        *("program_reward.py", "judge.py", "compaction.py"),
+        *("program_reward.py", "judge.py", "compaction.py", "openenv_agent.py"),
     }
 
 
@@ -68,6 +70,7 @@ def test_text_of_a_finished_response_ends_with_eos(build, write):
 def test_states_of_an_environment(build, write):
     """`reset` and `step` receive the keys in the guide's table."""
     agent = """
+from openrlhf.errors import ConfigError
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 
@@ -146,6 +149,11 @@ def test_openai_tools_example(build):
 def test_gem_game(build, file):
     got = run(build(agent_func_path=file("game.py"), context_length=2000), [Scripted("x")], asked=prompt(GAME, label=3))
     assert got.trajectories[0].reward == pytest.approx(-0.1)  # no guess in a box
+
+
+def test_unreachable_openenv_server_is_reported(build, write):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/schema cannot be read"):
+        build(agent_func_path=write(FILES["openenv_agent.py"].replace("8000", "9")))
 
 
 def test_unreachable_nemo_gym_server_is_reported(build, write):

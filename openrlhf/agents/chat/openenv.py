@@ -1,0 +1,183 @@
+"""Executor for environments of OpenEnv: each episode is a session of an environment server, over a WebSocket.
+
+The server, which has the package openenv, runs in a process or container of its own. The executor connects to URL/ws
+and sends `reset` with the label, then `step` with each turn of the policy as the action. Observations are the user
+messages. It speaks the protocol itself, so the trainer's environment needs only aiohttp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from openrlhf.agents.chat.episode import ChatExecutor, EpisodeFull
+from openrlhf.agents.chat.wire import ChatRequest
+from openrlhf.agents.executor import clip
+from openrlhf.agents.interface import EpisodeResult, EpisodeTask
+from openrlhf.agents.reward_server import LARGEST_ANSWER
+from openrlhf.agents.scores import kind_of
+from openrlhf.config.checks.extras import require
+from openrlhf.data.json_text import InvalidJSON, parse_json
+from openrlhf.data.messages import Message
+from openrlhf.errors import ConfigError, RewardError, RolloutError
+
+if TYPE_CHECKING:
+    from aiohttp import ClientWebSocketResponse
+
+INVALID = "VALIDATION_ERROR"  # code of an action that does not fit the environment's action class
+FULL = "CAPACITY_REACHED"
+BASE_FIELDS = ("metadata", "done", "reward")  # of all actions or observations
+
+
+class Step(NamedTuple):
+    """The environment's answer to `reset` or to an action."""
+
+    observation: Mapping[str, object]
+    reward: float
+    done: bool
+
+
+class InvalidAction(ValueError):
+    """An action that the environment rejects; the policy reads why."""
+
+
+class OpenEnvAgentExecutor(ChatExecutor):
+    """Executor for the environment server at `url`, such as http://127.0.0.1:8000.
+
+    The prompt comes before the first observation; it may be empty. The label holds the arguments of the environment's
+    `reset`: an object, or a whole number as the seed. The reward is the sum of the environment's rewards.
+    """
+
+    action_field: str  # set by `prepare`: the only field of an action
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def make_action(self, text: str) -> Mapping[str, object]:
+        """Convert a turn of the policy to an action; raise ValueError with a message to the policy if it is not one.
+
+        By default, the text is the only field of the action. Override this for other actions.
+        """
+        return {self.action_field: text}
+
+    def show_observation(self, observation: Mapping[str, object]) -> str:
+        """Convert an observation to a user message: its text field if it has just one, otherwise JSON."""
+        own = {name: value for name, value in observation.items() if name not in BASE_FIELDS}
+        texts = [value for value in own.values() if isinstance(value, str)]
+        return texts[0] if len(texts) == 1 else json.dumps(own, ensure_ascii=False)
+
+    async def prepare(self) -> None:
+        """Read the fields of an action from the server."""
+        require("aiohttp", "OpenEnvAgentExecutor")
+        await super().prepare()
+        from aiohttp import ClientError, ClientSession
+
+        try:
+            async with ClientSession() as http, http.get(f"{self.url}/schema") as answer:
+                schema = await answer.json()
+        except (ClientError, TimeoutError, ValueError) as error:
+            raise ConfigError(
+                f"{self.url}/schema cannot be read: {error or type(error).__name__}", try_this="start the server first"
+            ) from None
+        fields = schema.get("action", {}).get("properties", {}) if isinstance(schema, Mapping) else {}
+        own = {name: field for name, field in fields.items() if name not in BASE_FIELDS}
+        if [field.get("type") for field in own.values()] == ["string"]:
+            (self.action_field,) = own
+        elif type(self).make_action is OpenEnvAgentExecutor.make_action:
+            raise ConfigError(
+                f"an action of {self.url} has the fields {', '.join(own) or 'none'}: expected one text field",
+                try_this="a method make_action(self, text) of the AgentExecutor, which returns the fields as a dict",
+            )
+
+    async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
+        """Play one session; the reward of each turn becomes a step reward."""
+        from aiohttp import ClientError, ClientSession
+
+        episode = self.open_chat(task)
+        rewards: list[float] = []
+        try:
+            async with (
+                ClientSession() as http,
+                http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST_ANSWER) as socket,
+            ):
+                step = await self._ask(socket, "reset", read_arguments(task.label))
+                first = "\n".join(filter(None, [task.prompt, self.show_observation(step.observation)]))
+                messages: list[Message] = [{"role": "user", "content": first}]
+                while not step.done:
+                    try:
+                        turn = await episode.answer(ChatRequest(messages))
+                    except EpisodeFull:
+                        break
+                    try:
+                        step = await self._ask(socket, "step", self.make_action(turn.message["content"]))
+                        shown = self.show_observation(step.observation)
+                        rewards.append(step.reward)
+                    except ValueError as error:
+                        shown = f"invalid action: {error}"
+                        rewards.append(0.0)
+                    messages = [*messages, turn.message, {"role": "user", "content": shown}]
+        except ClientError as error:
+            raise RewardError(f"{self.url}/ws cannot be reached: {error}; is the environment server up?") from None
+        if not rewards:
+            raise RolloutError(f"{self.url} ended an episode before its first turn: expected an observation")
+        result = episode.result()
+        last_tokens = [end - 1 for _, end in episode.transcript.action_ranges]
+        return {
+            **result,
+            "reward": sum(rewards),
+            "extra_logs": {"turn_count": len(rewards)},
+            "step_rewards": list(zip(last_tokens, rewards, strict=True)),
+            "truncated": result.get("truncated", False) or not step.done,
+        }
+
+    async def _ask(self, socket: ClientWebSocketResponse, kind: str, data: Mapping[str, object]) -> Step:
+        """Send a message and return the environment's answer; raise InvalidAction or RewardError for an error."""
+        from aiohttp import WSMsgType
+
+        await socket.send_json({"type": kind, "data": data})
+        received = await socket.receive()
+        if received.type is not WSMsgType.TEXT:
+            raise RewardError(f"{self.url}/ws was closed by the server during {kind}")
+        try:
+            answer = parse_json(received.data)
+        except InvalidJSON as error:
+            raise RewardError(f"{self.url}/ws sent {clip(received.data)}: expected JSON ({error})") from None
+        given = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(given, dict):
+            raise RewardError(f"{self.url}/ws sent {clip(received.data)}: expected an object with data")
+        if answer.get("type") == "error":
+            raise self._error(given, kind)
+        observation, reward = given.get("observation"), given.get("reward")
+        if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
+            raise RewardError(f"{self.url}/ws sent {clip(received.data)}: expected an observation and a reward")
+        return Step(observation, float(reward or 0.0), bool(given.get("done")))
+
+    def _error(self, data: Mapping[str, Any], kind: str) -> InvalidAction | RewardError:
+        """Return the exception for an error of the server."""
+        code, message = data.get("code"), str(data.get("message"))
+        if code == INVALID and kind == "step":
+            return InvalidAction("; ".join(str(item.get("msg")) for item in data.get("errors") or []) or message)
+        if code == FULL:
+            more = "a larger max_concurrent_envs in the server's create_app, or a smaller --max_concurrent_episodes"
+            return RewardError(f"{self.url} has no room for another session: {message}", try_this=more)
+        return RewardError(f"{self.url} failed in {kind}: {message} ({code})")
+
+
+def read_arguments(label: object) -> dict[str, object]:
+    """Return the arguments of `reset` from a label: an object, a whole number, either as JSON text, or nothing."""
+    if label in (None, ""):
+        return {}
+    try:
+        given = parse_json(label) if isinstance(label, str) else label
+    except InvalidJSON:
+        given = label
+    if isinstance(given, int) and not isinstance(given, bool):
+        return {"seed": given}
+    if isinstance(given, dict):
+        return given
+    raise RolloutError(
+        f"the label of a prompt for OpenEnv is {kind_of(label)}: expected an object with the arguments of reset, or a"
+        " whole number, its seed",
+        try_this="--label_key with the field that holds them",
+    )

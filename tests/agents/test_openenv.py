@@ -1,0 +1,147 @@
+"""An environment server of the real package openenv, in a process of its own: exact tokens, rewards and training."""
+
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sessions import Scripted, decode, encode, prompt, run
+
+from openrlhf.agents.chat.openenv import read_arguments
+from openrlhf.errors import ConfigError, RolloutError
+from tests.command_fixtures import own_folder  # noqa: F401
+from tests.commands import FinishedRun, run_command
+from tests.rl.toy_task import SMALL, read_rollouts
+from tests.tiny import make_model
+from tests.toy_data import write_rows
+
+AGENTS = Path(__file__).parents[2] / "examples/agents"
+AGENT, SERVER = AGENTS / "openenv_game.py", AGENTS / "openenv_server.py"
+NUMBERS = """
+    from openrlhf.utils.agent import OpenEnvAgentExecutor
+
+    class AgentExecutor(OpenEnvAgentExecutor):
+        def __init__(self):
+            super().__init__({url!r})
+
+        def {method}(self, text):
+            return {{"number": int(text)}}
+
+        def show_observation(self, observation):
+            return observation["text"].upper()
+"""
+FIRST = "<u>go\nGuess a number from 1 to 9.<a>"
+SEED, NUMBER = 3, 4  # random.Random(3).randint(1, 9)
+
+
+@contextmanager
+def serve(file):
+    """Run a server; yield its address."""
+    command = [sys.executable, str(file), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield next(found[1] for line in server.stderr if (found := re.search(r"running on (http://[\d.:]+)", line)))
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serve(SERVER) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def url_for_numbers(tmp_path_factory):
+    """The same game with an action of two fields."""
+    file = tmp_path_factory.mktemp("server") / "server.py"
+    changed = SERVER.read_text().replace("text: str = Field(max_length=40)", 'text: str = ""\n    number: int')
+    file.write_text(changed.replace("action.text.strip()", "str(action.number)"))
+    with serve(file) as address:
+        yield address
+
+
+@pytest.mark.slow(seconds=4)
+def test_game_matches_hand_computed_tokens_and_rewards(build, url, monkeypatch):
+    monkeypatch.setenv("OPENENV_URL", url)
+    long = "9" * 41  # not a valid action
+    won, lost, cut = Scripted("3</s>", f"{NUMBER}</s>"), Scripted("a</s>", "9</s>", "1</s>"), Scripted(f"{long}</s>")
+    executor = build(agent_func_path=str(AGENT), step_rewards=True, context_length=400, max_turns=4)
+    asked = prompt("go", label=SEED)
+    first, second, third = run(executor, [won, lost, cut], asked=asked, max_tokens=60).trajectories
+    assert decode(first.input_ids) == f"{FIRST}3</s><u>Higher.<a>{NUMBER}</s>"
+    assert decode(second.input_ids) == f"{FIRST}a</s><u>That is no number.<a>9</s><u>Lower.<a>1</s>"
+    rejected = "<u>invalid action: String should have at most 40 characters<a>"
+    assert decode(third.input_ids) == f"{FIRST}{rejected.join([f'{long}</s>'] * 4)}"
+    assert (first.reward, first.extra_logs, first.truncated) == (0.9, {"turn_count": 2.0}, False)
+    assert (second.reward, second.truncated) == (pytest.approx(-0.3), False)
+    assert (third.reward, third.truncated) == (0.0, True)
+    assert [reward for _, reward in first.step_rewards] == [-0.1, 1.0]
+    assert first.input_ids[first.action_mask].tolist() == encode(f"3</s>{NUMBER}</s>")
+    assert first.rollout_log_probs[first.action_mask].tolist() == [-1.0, -1.0, -2.0, -2.0]
+
+
+@pytest.mark.slow(seconds=4)
+def test_a_tiny_policy_trains_on_an_environment(url, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENENV_URL", url)
+    rows = write_rows(tmp_path / "prompts.jsonl", [{"input": "go", "label": str(seed)} for seed in range(4)])
+    flags = {
+        "pretrain": make_model(tmp_path / "model", "llama"),
+        "save_path": "./out",
+        "ckpt_path": "./out_ckpt",
+        "prompt_data": rows,
+        "agent_func_path": str(AGENT),
+        "rollout_batch_size": 2,
+        "train_batch_size": 8,
+        "max_len": 160,
+        "max_new_tokens": 6,
+    }
+    run_command("train_ppo", SMALL | flags)
+    ran = FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
+    assert len(ran.train("turn_count")) == 2
+    for row in read_rollouts(ran, 1):
+        assert decode(row["input_ids"]).startswith(FIRST)
+        assert row["extra_logs"]["turn_count"] == decode(row["input_ids"]).count("<a>")
+
+
+@pytest.mark.slow(seconds=3)
+def test_actions_of_several_fields_need_a_method(build, write, url_for_numbers):
+    agent = write(NUMBERS.format(url=url_for_numbers, method="make_action"))
+    session = Scripted("x</s>", f"{NUMBER}</s>")
+    executor = build(agent_func_path=agent, context_length=400)
+    (got,) = run(executor, [session], asked=prompt("go", label=SEED)).trajectories
+    problem = "invalid action: invalid literal for int() with base 10: 'x'"
+    assert decode(got.input_ids) == f"<u>go\nGUESS A NUMBER FROM 1 TO 9.<a>x</s><u>{problem}<a>{NUMBER}</s>"
+    assert got.reward == 1.0
+    with pytest.raises(ConfigError, match="has the fields text, number: expected one text field"):
+        build(agent_func_path=write(NUMBERS.format(url=url_for_numbers, method="other")))
+
+
+@pytest.mark.slow(seconds=1)
+def test_a_missing_server_is_reported_before_training(build, monkeypatch):
+    monkeypatch.setenv("OPENENV_URL", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/schema cannot be read: .*Try: start the server first"):
+        build(agent_func_path=str(AGENT))
+
+
+@pytest.mark.parametrize(
+    ("label", "arguments"),
+    [
+        ("", {}),
+        (None, {}),
+        (7, {"seed": 7}),
+        ("7", {"seed": 7}),
+        ({"a": "a"}, {"a": "a"}),
+        ('{"a": 1}', {"a": 1}),
+    ],
+)
+def test_labels_are_the_arguments_of_reset(label, arguments):
+    assert read_arguments(label) == arguments
+
+
+@pytest.mark.parametrize("label", ["seven", True, [1], 1.5])
+def test_other_labels_are_rejected(label):
+    with pytest.raises(RolloutError, match="the label of a prompt for OpenEnv is"):
+        read_arguments(label)
