@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the sizes of a large cluster")
     parser.add_argument("--only", choices=("controller", "engines"))
+    parser.add_argument("--engines", type=int, nargs="+", default=[64, 256], help="engines to simulate")
     parser.add_argument("--train_seconds", type=float, default=60.0, help="of a training step")
     parser.add_argument("--sync_seconds", type=float, default=3.0, help="of a weight sync, during which engines pause")
     parser.add_argument("--token_seconds", type=float, default=0.008, help="of a decoding step with one sequence")

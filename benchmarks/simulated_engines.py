@@ -43,6 +43,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.engines = [Engine() for _ in range(self.count)]
         self.numbers = count()
+        self.loads = np.zeros(self.count, np.int64)  # samples of each engine, running and waiting
 
     @property
     def time(self) -> float:
@@ -57,13 +58,11 @@ class Cluster:
 
     def start(self, tokens: int, group: int) -> None:
         """Give a sample to the least busy engine."""
-        place = min(range(self.count), key=lambda place: self._load(self.engines[place]))
+        place = int(self.loads.argmin())
+        self.loads[place] += 1
         self._catch_up(self.engines[place])
         self.engines[place].waiting.append((tokens, group))
         self._fill(place)
-
-    def _load(self, engine: Engine) -> int:
-        return len(engine.running) + len(engine.waiting)
 
     def _catch_up(self, engine: Engine) -> None:
         if engine.running:
@@ -92,6 +91,7 @@ class Cluster:
                 self.now = end
                 self._catch_up(engine)
                 _, _, group = heapq.heappop(engine.running)
+                self.loads[place] -= 1
                 self._fill(place)
                 return group
         self.now = max(self.now, until - self.paused)
@@ -187,8 +187,9 @@ def run_stream(cluster: Cluster, groups: Groups, *, asynchronous: bool) -> Itera
 def simulate(args: argparse.Namespace) -> None:
     """Print the time of a step and how busy the engines are, for each policy."""
     print(f"\n{BATCH * GROUP:,} samples a step, {MEAN_TOKENS:,} tokens on average; training {args.train_seconds:g} s\n")
-    print("| engines | training | pass rate | policy | seconds a step | engines busy |\n|---|---|---|---|---|---|")
-    for engines in (64, 256):
+    titles = ("engines", "training", "pass rate", "policy", "seconds a step", "engines busy", "busy at most")
+    print(f"| {' | '.join(titles)} |\n" + "|---" * len(titles) + "|")
+    for engines in args.engines:
         for asynchronous in (False, True):
             for rate in (1.0, 0.5, 0.3):
                 for name, run in (("barrier, serial rounds", run_barrier), ("stream", run_stream)):
@@ -200,4 +201,17 @@ def simulate(args: argparse.Namespace) -> None:
                     busy = (after - before) / (seconds * cluster.most_tokens_per_second)
                     kind = "asynchronous" if asynchronous else "synchronous"
                     each = seconds / (args.steps - args.steps // 2)
-                    print(f"| {engines} | {kind} | {rate:.0%} | {name} | {each:.0f} | {busy:.0%} |", flush=True)
+                    most = busy_at_most(cluster, rate, asynchronous=asynchronous)
+                    row = f"{engines} | {kind} | {rate:.0%} | {name} | {each:.0f} | {busy:.0%} | {most:.0%}"
+                    print(f"| {row} |", flush=True)
+
+
+def busy_at_most(cluster: Cluster, pass_rate: float, *, asynchronous: bool) -> float:
+    """Return how busy engines could be that wait for nothing but the trainer.
+
+    Asynchronously, a step takes as long as generation with full engines, or as training, whichever is longer.
+    """
+    args = cluster.args
+    generation = BATCH * GROUP * MEAN_TOKENS / pass_rate / cluster.most_tokens_per_second
+    longest = max(generation, args.train_seconds) if asynchronous else generation + args.train_seconds
+    return generation / (longest + args.sync_seconds)
