@@ -93,21 +93,33 @@ def parse() -> argparse.Namespace:
 
 def drive(args: argparse.Namespace) -> None:
     """Train one way in this process, and print its row of the table."""
-    workload = find_workload("W2", tiny=args.tiny)
-    flags = ["--dynamic_filtering", *WAYS[args.driver]]
-    if flags[-1] == "--vllm_generate_batch_size":
-        flags.append(str(round(OVERSAMPLING * workload.prompts)))
     if ROUNDS in args.driver:
         generate_in_rounds()
     run_dir = args.folder / args.driver.replace(" ", "_")
-    folders = ["--run_dir", str(run_dir), "--ckpt_path", f"{run_dir}_checkpoints", "--save_path", f"{run_dir}_model"]
-    extra = [*flags, *folders, *args.extra]
+    workload = find_workload("W2", tiny=args.tiny)
+    extra = [*way_flags(args.driver, workload.prompts, run_dir), *args.extra]
     ours.run_workload(Task(workload, args.folder, args.steps, args.tiny, args.memory, extra))
 
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"][1:]
     means = [fmean(step.get(name, 0.0) for step in steps) for name in COLUMNS.values()]
     print(f"\n| {args.driver} | " + " | ".join(f"{value:.2f}" for value in means) + " |", flush=True)
+
+
+def way_flags(way: str, prompts: int, run_dir: Path) -> list[str]:
+    """Return the flags in which a way differs from W2; `prompts` is the number of groups in a rollout."""
+    flags = ["--dynamic_filtering", *WAYS[way]]
+    if flags[-1] == "--vllm_generate_batch_size":
+        flags.append(str(round(OVERSAMPLING * prompts)))
+    return [
+        *flags,
+        "--run_dir",
+        str(run_dir),
+        "--ckpt_path",
+        f"{run_dir}_checkpoints",
+        "--save_path",
+        f"{run_dir}_model",
+    ]
 
 
 def generate_in_rounds() -> None:
