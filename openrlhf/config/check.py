@@ -6,7 +6,7 @@ rule gets the config as changed by earlier rules and can rely on their checks. F
 flag is easier to fix than a missing file.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from openrlhf.config import commands
@@ -29,7 +29,7 @@ from openrlhf.config.no_effect.table import TABLE
 from openrlhf.monitor import say
 
 C = TypeVar("C")
-Rules = tuple[Rule[Any], ...]
+Rules = Sequence[Rule[Any]]
 
 REVISIONS: Rules = (
     revisions.revisions_are_not_empty,
@@ -261,7 +261,7 @@ def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] |
     return config
 
 
-def apply_rules(config: C, rules: Iterable[Rule[Any]], tell: Callable[[str], None]) -> C:
+def apply_rules(config: C, rules: Rules, tell: Callable[[str], None]) -> C:
     """Apply rules in order; each gets the config as changed by those before it."""
     for rule in rules:
         match rule(config):

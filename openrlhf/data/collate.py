@@ -34,7 +34,7 @@ class Layout:
     pad_id: int  # token id of the padding, which masks and sequence ids exclude
     sharing: bool = True  # describe prefixes that sequences share, for networks that compute them once
 
-    def combine(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
+    def combine(self, arrays: Sequence[NDArray[np.generic]], fill: float) -> Tensor:
         """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`.
 
         Arrays of [tokens, ...] keep their further dimensions.

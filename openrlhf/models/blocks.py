@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from openrlhf.models.ring import Block
+from openrlhf.models.ring import AttentionBlock
 
 Bounds = tuple[int, ...]
 TILE = 1024  # number of queries processed together; limits the scores to [heads, TILE, keys]
@@ -46,7 +46,7 @@ class AttentionResult:
         return AttentionResult(self.query[part], self.output[part], self.lse[part], self.gradient[part])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return outputs [queries, heads, dim] and log-sum-exps [queries, heads] of a block, in fp32.
 
     Query, key and value are [tokens, heads, dim]; the block selects the tokens.
@@ -70,7 +70,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
 
 
 def block_gradients(
-    result: AttentionResult, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+    result: AttentionResult, key: Tensor, value: Tensor, block: AttentionBlock, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the block's queries, keys and values, each [tokens, heads, dim]."""
     result, key, value = result[block.queries], key[block.keys], value[block.keys]
@@ -122,7 +122,7 @@ def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device)
     return queries, keys, longest_query, longest_key
 
 
-def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]]:
+def tiles(block: AttentionBlock, window: int | None) -> Iterator[tuple[slice, slice, int]]:
     """Yield the queries of each tile, the keys visible to them, and the distance from first key to first query."""
     sides = zip(pairwise(block.query_bounds), pairwise(block.key_bounds), strict=True)
     for (start, end), (first_key, last_key) in sides:

@@ -73,7 +73,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Queries of this process and the keys of one process that they attend to, in pairs of segments.
 
     If queries and keys are the same tokens, attention is causal and `distance` is 0. If the keys are from an earlier
@@ -130,7 +130,7 @@ class Share:
         """Return [count, ...] on every process; this process contributes `values` at the indices `numbers`."""
         return JoinRows.apply(values, numbers, count, self.ring.group)
 
-    def blocks(self, source: int, window: int | None = None) -> Iterator[Block]:
+    def blocks(self, source: int, window: int | None = None) -> Iterator[AttentionBlock]:
         """Yield the blocks of this process's queries and the keys of process `source` that they attend to."""
         if source == self.ring.index:
             # Triangles: the sequences, or parts of sequences, within each of this process's two chunks.
@@ -139,7 +139,7 @@ class Share:
                 inside = (bound - start for bound in self.bounds if start < bound < start + self.chunk)
                 bounds |= {place * self.chunk + bound for bound in inside}
             both = slice(0, 2 * self.chunk)
-            yield Block(both, both, tuple(sorted(bounds)), tuple(sorted(bounds)), 0)
+            yield AttentionBlock(both, both, tuple(sorted(bounds)), tuple(sorted(bounds)), 0)
         for query_place, query_start in enumerate(self.starts(self.ring.index)):
             for key_place, key_start in enumerate(self.starts(source)):
                 if key_start >= query_start:
@@ -156,7 +156,7 @@ class Share:
                 if queries > 0 and keys > 0:
                     from_query = query_place * self.chunk
                     from_key = key_place * self.chunk + first_key - key_start
-                    yield Block(
+                    yield AttentionBlock(
                         slice(from_query, from_query + queries),
                         slice(from_key, from_key + keys),
                         (0, queries),

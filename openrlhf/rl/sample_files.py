@@ -41,7 +41,8 @@ SCALARS = {
     "episode": pa.int64(),
 }
 STEPS = pa.list_(pa.struct([("place", pa.int32()), ("reward", pa.float64())]))
-Values: TypeAlias = Sequence[NDArray[Any]] | Sequence[str] | Sequence[int]  # of one column, one per sample
+Fields: TypeAlias = dict[str, Any]  # arguments of a dataclass, as read from a file
+Values: TypeAlias = Sequence[NDArray[np.generic]] | Sequence[str] | Sequence[int]  # of one column, one per sample
 
 
 def write_samples(path: Path, items: Sequence[Trajectory], more: Mapping[str, Values], about: object = None) -> None:
@@ -103,12 +104,12 @@ def make_table(items: Sequence[Trajectory], more: Mapping[str, Values]) -> pa.Ta
     return pa.table(columns)
 
 
-def flat(array: NDArray[Any] | None) -> NDArray[Any] | None:
+def flat(array: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
     """Return an array with one dimension, or None."""
     return None if array is None else array.reshape(-1)
 
 
-def layers_of(routed_experts: NDArray[Any] | None) -> int:
+def layers_of(routed_experts: NDArray[np.generic] | None) -> int:
     """Return the number of layers of [tokens, layers, k], with which `samples_of` restores the shape."""
     return 0 if routed_experts is None else routed_experts.shape[1]
 
@@ -146,7 +147,7 @@ def read_about(path: Path) -> Any:
 def samples_of(table: pa.Table) -> list[Trajectory]:
     """Return the samples of a table; their arrays are views of its columns."""
     arrays = {name: split_column(table.column(name)) for name in ARRAYS}
-    experts: list[NDArray[Any] | None] = [None] * len(table)
+    experts: list[NDArray[np.generic] | None] = [None] * len(table)
     layers = [0] * len(table)
     if "routed_experts" in table.column_names:  # not in older files
         experts, layers = split_column(table.column("routed_experts")), table.column("routed_layers").to_pylist()
@@ -155,7 +156,7 @@ def samples_of(table: pa.Table) -> list[Trajectory]:
     for row in range(len(table)):
         prompt = plain["prompt"][row]
         steps = tuple((step["place"], step["reward"]) for step in plain["step_rewards"][row])
-        known: dict[str, Any] = {name: values[row] for name, values in arrays.items()}
+        known: Fields = {name: values[row] for name, values in arrays.items()}
         known |= {name: plain[name][row] for name in SCALARS}
         prompt |= {"input_ids": tuple(prompt["input_ids"]), "label": json.loads(prompt["label"])}
         routed = experts[row]
@@ -166,9 +167,9 @@ def samples_of(table: pa.Table) -> list[Trajectory]:
     return found
 
 
-def split_column(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
+def split_column(column: pa.ChunkedArray) -> list[NDArray[np.generic] | None]:
     """Return the list of each row as an array; None for a null."""
-    found: list[NDArray[Any] | None] = []
+    found: list[NDArray[np.generic] | None] = []
     for chunk in column.chunks:
         values, offsets = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
         parts = [values[first:last] for first, last in pairwise(offsets)]
@@ -176,10 +177,10 @@ def split_column(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
     return found
 
 
-def trajectory_of(line: Mapping[str, Any]) -> Trajectory:
+def trajectory_of(line: Fields) -> Trajectory:
     """Return the trajectory of a line that an older version wrote."""
-    known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
-    prompt: dict[str, Any] = dict(line["prompt"])
+    known: Fields = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
+    prompt: Fields = dict(line["prompt"])
     known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
     for name, dtype in ARRAYS.items():
         known[name] = np.array(known.get(name, ()), dtype)
