@@ -100,7 +100,7 @@ class Models:
                 trained.backend.sleep()
 
     def sharing_limit(self) -> int:
-        """Return the longest sequence whose prefix policy, critic and reference may share; 0 if one must not share."""
+        """Return the longest sequence whose prefix policy, critic and reference may all share; 0 if there is none."""
         return min((model.network.sharing_limit for model in self._token_models()), default=sys.maxsize)
 
     def share_no_prefixes(self) -> None:

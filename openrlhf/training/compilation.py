@@ -41,7 +41,7 @@ def uncompile_decoder_layers(network: Network) -> None:
 
 
 def decoder_layers(network: Network) -> list[nn.Module]:
-    """Return the layers of a network's decoder and, if it has other parts, such as a vision tower, of those."""
+    """Return the layers of a network: those of its decoder, and of other parts such as a vision tower."""
 
     def outermost(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():

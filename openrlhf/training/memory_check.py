@@ -30,7 +30,7 @@ HELPFUL = 3  # flags in a message
 
 
 def detect_machine(asked: str = "auto") -> Machine:
-    """Return this machine: its CPU, or its GPUs, of which that of a single process counts, otherwise the smallest."""
+    """Return this machine, with the GPU of this process or, if there are several processes, the smallest GPU."""
     host = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if asked == "cpu" or not torch.cuda.is_available():
         return Machine(None, host_memory=host)
