@@ -6,15 +6,16 @@ the full shape. Adapters can be added to it as to any model. The backend that sh
 
     load_shell  ->  model without weights, WeightFiles  ->  for each layer: fill, shard
 
-Tensors are mapped from files, so only the rows that a process keeps take memory. A model whose tensors differ from
-those in its files, as experts do that Transformers fuses while loading, cannot be loaded this way.
+Tensors are mapped from files, so only the rows that a process keeps take memory. A tensor that Transformers joins while
+loading, such as the experts of a layer, is put together in memory first (`checkpoint_parts.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from openrlhf.errors import BackendError
+from openrlhf.models.checkpoint_parts import Part, checkpoint_parts
 from openrlhf.models.source import ModelSource
 
 ATTRIBUTE = "deferred_weights"  # of a model that `load_shell` returned
@@ -36,8 +38,9 @@ Loaded: TypeAlias = tuple[PreTrainedModel, dict[str, Any]]  # a model, and the l
 class WeightFiles:
     """The files of a model's weights, and the parameters that are still to be filled from them."""
 
-    files: dict[str, Path]  # by name of the tensor
-    names: dict[nn.Parameter, str]
+    files: dict[str, Path]  # by name of the tensor in them
+    names: dict[nn.Parameter, str]  # in the model
+    parts: dict[str, list[Part]]  # by name of the parameter in the model
 
     def fill(self, parameters: Iterable[nn.Parameter], *, copy: bool = False) -> None:
         """Give parameters their weights; those of other origin, such as adapters, already have theirs.
@@ -46,8 +49,24 @@ class WeightFiles:
         """
         for parameter in parameters:
             if parameter in self.names:
-                name = self.names.pop(parameter)
-                parameter.data = read_tensor(self.files[name], name).to(parameter.dtype, copy=copy)
+                parts = self.parts[self.names.pop(parameter)]
+                if len(parts) == 1 and parts[0].shape == tuple(parameter.shape):
+                    found = read_tensor(self.files[parts[0].name], parts[0].name)
+                    parameter.data = found.to(parameter.dtype, copy=copy)
+                else:
+                    parameter.data = self._join(parts, parameter)
+
+    def _join(self, parts: Sequence[Part], parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's weights, put together from several tensors."""
+        joined = torch.empty(parameter.shape, dtype=parameter.dtype)
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for part in parts:
+                path = self.files[part.name]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, "pt"))
+                joined[part.block].copy_(opened[path].get_tensor(part.name))
+        return joined
 
     def must_be_used_up(self) -> None:
         """Raise if a parameter has been replaced before it was filled."""
@@ -68,11 +87,11 @@ def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | Non
     missing = set(report["missing_keys"])
     named = dict(model.named_parameters())  # without the second names of tied weights
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    converted = vars(model).get("_weight_conversions")  # set by Transformers if loading renames or fuses tensors
-    if converted or not files.keys() >= {*named, *buffers} - missing:
-        return None
     saved = {name: parameter for name, parameter in named.items() if name not in missing}
-    if any(_saved_shape(files[name], name) != tuple(parameter.shape) for name, parameter in saved.items()):
+    parts = checkpoint_parts(model, {name: parameter.shape for name, parameter in saved.items()})
+    if parts is None or not files.keys() >= set(buffers) - missing:
+        return None
+    if not _have_shapes(files, {part.name: part.shape for own in parts.values() for part in own}):
         return None
     empty = {parameter: _placeholder(parameter, is_new=name in missing) for name, parameter in named.items()}
     for module in model.modules():
@@ -82,13 +101,13 @@ def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | Non
     for name in sorted(missing):
         model._init_weights(model.get_submodule(name.rpartition(".")[0]))  # as Transformers does for a new head
     _make_buffers(model, files)
-    vars(model)[ATTRIBUTE] = WeightFiles(files, {empty[parameter]: name for name, parameter in saved.items()})
+    vars(model)[ATTRIBUTE] = WeightFiles(files, {empty[parameter]: name for name, parameter in saved.items()}, parts)
     return model, report
 
 
 def deferred_weights(model: nn.Module) -> WeightFiles:
     """Return the weights that a model still lacks; empty for a model that was loaded whole."""
-    return vars(model).get(ATTRIBUTE) or WeightFiles({}, {})
+    return vars(model).get(ATTRIBUTE) or WeightFiles({}, {}, {})
 
 
 def weight_files(source: ModelSource) -> dict[str, Path] | None:
@@ -119,9 +138,18 @@ def read_tensor(path: Path, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-def _saved_shape(path: Path, name: str) -> tuple[int, ...]:
-    with safe_open(path, "pt") as file:
-        return tuple(file.get_slice(name).get_shape())
+def _have_shapes(files: dict[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether files have tensors of these shapes; each file is opened once, because there may be many experts."""
+    if not files.keys() >= shapes.keys():
+        return False
+    names: dict[Path, list[str]] = {}
+    for name in shapes:
+        names.setdefault(files[name], []).append(name)
+    for path, own in names.items():
+        with safe_open(path, "pt") as file:
+            if any(tuple(file.get_slice(name).get_shape()) != shapes[name] for name in own):
+                return False
+    return True
 
 
 def _placeholder(parameter: nn.Parameter, *, is_new: bool) -> nn.Parameter:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.deferred import deferred_weights
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model
+from tests.models.architectures import build
 from tests.tiny import make_model
 
 CPU = torch.device("cpu")
@@ -21,6 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"kind": "llama", "tie_word_embeddings": True},
     "gemma3": {},  # a buffer that scales the embeddings
     "gpt2": {},
+    "mixtral": {},  # experts that are renamed and joined
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "gpt_oss": {},
 }
 
 
@@ -95,10 +100,30 @@ def test_a_scalar_head_is_the_same_whether_new_or_saved(name: str, lora: bool, t
     assert_same_tensors(found[1].state_dict(), found[0].state_dict())
 
 
-def test_fused_experts_are_loaded_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_with_other_tensors_are_loaded_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(tmp_path, "mixtral")
-    assert not deferred_weights(load(tmp_path, defer=True)).names
+    whole = load(tmp_path, defer=False)
+    file = tmp_path / "model.safetensors"
+    first = {name: tensor for name, tensor in whole.state_dict().items() if ".layers.0." in name}
+    others = {name: tensor for name, tensor in load_file(file).items() if ".layers.0." not in name}
+    save_file(first | others, file, {"format": "pt"})  # only the experts of the first layer are joined, as in memory
+    model = load(tmp_path, defer=True)
+    assert not deferred_weights(model).names
+    assert_same_tensors(dict(model.named_parameters()), dict(whole.named_parameters()))
     assert "is loaded as a whole in each process" in capsys.readouterr().err
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "phimoe", "ernie4_5_moe", "jamba"]
+)
+def test_experts_of_other_families_are_put_together(family: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path)
+    whole, model = (load(tmp_path, defer=defer) for defer in (False, True))
+    files = deferred_weights(model)
+    assert any(len(parts) > 1 for parts in files.parts.values())
+    files.fill(model.parameters())
+    assert_same_tensors(model.state_dict(), whole.state_dict())
 
 
 def test_a_parameter_that_was_replaced_is_noticed(tmp_path: Path) -> None:
