@@ -25,6 +25,7 @@ from openrlhf.models.load import read_config
 from openrlhf.plan.flops import MatrixSizes
 
 ROUTERS = ("gate", "router")  # names of the modules that choose experts
+UNADAPTED = ("gpt_oss",)  # families whose experts and routers get no adapters from PEFT
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
     ]
     adapters: dict[str, float] = {}
     for matrix in linear_layers(model, head):
+        if text.model_type in UNADAPTED and (matrix.joined or matrix.name in ROUTERS):
+            continue
         adapters[matrix.name] = adapters.get(matrix.name, 0) + matrix.count * (matrix.rows + matrix.columns)
     return ModelShape(
         parameters=sum(weights),
