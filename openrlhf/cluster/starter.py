@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.build import TOKENIZER_FOLDER, agent_spec, reward_spec
