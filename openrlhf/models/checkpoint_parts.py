@@ -27,7 +27,7 @@ from openrlhf.models.agreement import FAILURES
 SIDE = 4  # size of a dimension of a small tensor; conversions split a dimension into two or three parts at most
 
 
-class Part(NamedTuple):
+class CheckpointPart(NamedTuple):
     """A tensor of a checkpoint, and the block of a parameter that it fills."""
 
     name: str
@@ -35,7 +35,9 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # of the tensor in the checkpoint
 
 
-def checkpoint_parts(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Part]] | None:
+def checkpoint_parts(
+    model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[CheckpointPart]] | None:
     """Return the parts of each parameter, given their shapes in memory; None if one is not made up of blocks."""
     small = {name: _small_shape(shape) for name, shape in shapes.items()}
     sizes = [math.prod(shape) for shape in small.values()]
@@ -46,7 +48,7 @@ def checkpoint_parts(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]
         saved = revert_weight_conversion(model, {name: numbers[name].view(shape) for name, shape in small.items()})
     except FAILURES:  # a conversion that depends on the sizes of the model
         return None
-    found: dict[str, list[Part]] = {name: [] for name in small}
+    found: dict[str, list[CheckpointPart]] = {name: [] for name in small}
     names = list(small)
     for saved_name, tensor in saved.items():
         name = names[int(owners[int(tensor.flatten()[0])])]
@@ -66,10 +68,10 @@ def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0], *small[1:]) if len(shape) > 2 else tuple(small)
 
 
-def _find_block(name: str, numbers: Tensor, small: tuple[int, ...], shape: Sequence[int]) -> Part | None:
+def _find_block(name: str, numbers: Tensor, small: tuple[int, ...], shape: Sequence[int]) -> CheckpointPart | None:
     """Return the block of a parameter that a checkpoint tensor fills, from the numbers in its small version."""
     if not small:  # a parameter with a single number
-        return Part(name, (), ())
+        return CheckpointPart(name, (), ())
     whole = torch.arange(math.prod(small)).view(small)
     first, last = (torch.unravel_index(numbers.flatten()[place], small) for place in (0, -1))
     block = tuple(slice(int(start), int(end) + 1) for start, end in zip(first, last, strict=True))
@@ -79,4 +81,4 @@ def _find_block(name: str, numbers: Tensor, small: tuple[int, ...], shape: Seque
     factors = [size // little for size, little in zip(shape, small, strict=True)]
     scaled = tuple(slice(one.start * by, one.stop * by) for one, by in zip(block, factors, strict=True))
     sizes = [one.stop - one.start for one in scaled]
-    return Part(name, scaled, tuple(sizes[len(sizes) - numbers.ndim :]))
+    return CheckpointPart(name, scaled, tuple(sizes[len(sizes) - numbers.ndim :]))

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from openrlhf.errors import BackendError
-from openrlhf.models.checkpoint_parts import Part, checkpoint_parts
+from openrlhf.models.checkpoint_parts import CheckpointPart, checkpoint_parts
 from openrlhf.models.source import ModelSource
 
 ATTRIBUTE = "deferred_weights"  # of a model that `load_shell` returned
@@ -40,7 +40,7 @@ class WeightFiles:
 
     files: dict[str, Path]  # by name of the tensor in them
     names: dict[nn.Parameter, str]  # in the model
-    parts: dict[str, list[Part]]  # by name of the parameter in the model
+    parts: dict[str, list[CheckpointPart]]  # by name of the parameter in the model
 
     def fill(self, parameters: Iterable[nn.Parameter], *, copy: bool = False) -> None:
         """Give parameters their weights; those of other origin, such as adapters, already have theirs.
@@ -56,7 +56,7 @@ class WeightFiles:
                 else:
                     parameter.data = self._join(parts, parameter)
 
-    def _join(self, parts: Sequence[Part], parameter: nn.Parameter) -> Tensor:
+    def _join(self, parts: Sequence[CheckpointPart], parameter: nn.Parameter) -> Tensor:
         """Return a parameter's weights, put together from several tensors."""
         joined = torch.empty(parameter.shape, dtype=parameter.dtype)
         with ExitStack() as stack:

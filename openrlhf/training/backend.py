@@ -91,7 +91,7 @@ class StepLosses:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """The part of an exported tensor that this process holds."""
 
     name: str
@@ -277,14 +277,14 @@ class TrainBackend(Frozen, Ranks, ABC):
         """
         return saved_tensors(self.network)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[WeightPart]:
         """Yield the exported tensors, or the shards of them, of which this process keeps a moving average.
 
         Without shards, process 0 has all of them. Collective, like `weights`.
         """
         for name, tensor in self.exported():
             if self.process == 0:
-                yield Part(name, tensor, Block.whole(tensor.shape))
+                yield WeightPart(name, tensor, Block.whole(tensor.shape))
 
     @property
     def num_part_holders(self) -> int:

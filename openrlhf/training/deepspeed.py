@@ -30,7 +30,7 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen, Part
+from openrlhf.training.backend import Frozen, WeightPart
 from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
 from openrlhf.training.distributed import DistributedBackend, largest
@@ -167,12 +167,12 @@ class DeepSpeedBackend(DistributedBackend):
         """Whether each process has shards of all tensors; AutoTP divides them in ways of its own before ZeRO does."""
         return self.sharding.zero_stage == 3 and self.sharding.ds_tensor_parallel_size == 1
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[WeightPart]:
         if not self.holds_parts:
             yield from super().parts()
             return
         for name, tensor in raw_tensors(self.network):
-            yield Part(name, *shards.flat_part(tensor))
+            yield WeightPart(name, *shards.flat_part(tensor))
 
     @property
     def num_part_holders(self) -> int:

@@ -23,7 +23,7 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training import fsdp_shards as shards
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Frozen, Part
+from openrlhf.training.backend import Frozen, WeightPart
 from openrlhf.training.compilation import compile_decoder_layers
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.fsdp_checkpoint import Block, load_shards, save_shards
@@ -106,10 +106,10 @@ class FsdpBackend(DistributedBackend, MasterBackend):
     def exported(self) -> Iterator[tuple[str, Tensor]]:
         return saved_tensors(self.network, shards.gather_each(self.root, self.network.dtype, self.device))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[WeightPart]:
         for name, tensor in raw_tensors(self.network):
             block = shards.block_of(tensor, self.expert_groups.get(id(tensor)))
-            yield Part(name, shards.local_shard(tensor), block)
+            yield WeightPart(name, shards.local_shard(tensor), block)
 
     @property
     def num_part_holders(self) -> int:

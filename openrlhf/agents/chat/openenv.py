@@ -30,7 +30,7 @@ FULL = "CAPACITY_REACHED"
 BASE_FIELDS = ("metadata", "done", "reward")  # of all actions or observations
 
 
-class Step(NamedTuple):
+class EnvironmentStep(NamedTuple):
     """The environment's answer to `reset` or to an action."""
 
     observation: Mapping[str, object]
@@ -131,7 +131,7 @@ class OpenEnvAgentExecutor(ChatExecutor):
             "truncated": result.get("truncated", False) or not step.done,
         }
 
-    async def _ask(self, socket: ClientWebSocketResponse, kind: str, data: Mapping[str, object]) -> Step:
+    async def _ask(self, socket: ClientWebSocketResponse, kind: str, data: Mapping[str, object]) -> EnvironmentStep:
         """Send a message and return the environment's answer; raise InvalidAction or RewardError for an error."""
         from aiohttp import WSMsgType
 
@@ -151,7 +151,7 @@ class OpenEnvAgentExecutor(ChatExecutor):
         observation, reward = given.get("observation"), given.get("reward")
         if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
             raise RewardError(f"{self.url}/ws sent {clip(received.data)}: expected an observation and a reward")
-        return Step(observation, float(reward or 0.0), bool(given.get("done")))
+        return EnvironmentStep(observation, float(reward or 0.0), bool(given.get("done")))
 
     def _error(self, data: Mapping[str, Any], kind: str) -> InvalidAction | RewardError:
         """Return the exception for an error of the server."""
