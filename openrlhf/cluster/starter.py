@@ -41,6 +41,14 @@ POOL_CALLS = 10_000  # concurrent calls per pool, which queues those that its pr
 SECONDS_TO_LOAD_FILE = 600.0  # to start an actor and its first worker process, which loads the user's file
 
 
+def actor_class(worker: type, background: int = 1) -> Any:
+    """Return the Ray actor class of a worker, with threads for calls that must not wait for others."""
+    import ray
+
+    remote: Any = ray.remote  # Ray's annotations lack some of the options
+    return remote(concurrency_groups={BACKGROUND: background})(worker)
+
+
 @asynccontextmanager
 async def open_starter(cluster: Cluster) -> AsyncIterator[ProcessStarter]:
     """Provide a `ProcessStarter`; the processes that it starts end with the context."""
@@ -70,10 +78,7 @@ class ProcessStarter:
 
     async def start_group(self, group: GroupPlan, config: RLConfig, rollouts: int) -> WorkerGroup:
         """Start the processes of a group and wait until they have loaded their models."""
-        import ray
-
-        remote: Any = ray.remote  # Ray's annotations lack some of the options
-        actor = remote(concurrency_groups={BACKGROUND: 2})(ModelWorker)  # two threads: for `heartbeat` and for `exit`
+        actor = actor_class(ModelWorker, background=2)  # two threads: for `heartbeat` and for `exit`
         processes: list[Process[ModelWorker]] = [
             Process(actor.options(**slot.options).remote(), f"{group.name} {number}", slot.address).within(
                 config.placement.worker_timeout, "--worker_timeout"
@@ -95,11 +100,7 @@ class ProcessStarter:
 
         Engines that share a GPU start one after the other: vLLM measures at its start how much its own model takes.
         """
-        import ray
-
-        remote: Any = ray.remote
-        actor = remote(concurrency_groups={BACKGROUND: 1})(EngineWorker)
-        peer_actor = remote(concurrency_groups={BACKGROUND: 1})(EnginePeer)
+        actor, peer_actor = actor_class(EngineWorker), actor_class(EnginePeer)
         plans = self.cluster.plan.engines
         per_gpu = plans[0].per_gpu if plans else 1
         spec = spec.divided(per_gpu)
@@ -146,8 +147,7 @@ class ProcessStarter:
         here = ray.get_runtime_context().get_node_id()
         others = [node for node in self.cluster.nodes if node.id != here]
         _, *shares = share_processes(rewards.reward_processes, len(others) + 1)
-        remote: Any = ray.remote
-        actor = remote(concurrency_groups={BACKGROUND: 1})(PoolNode)
+        actor = actor_class(PoolNode)
 
         async def start(node: Node, share: int | None) -> NodePool | None:
             slot = self.cluster.node_slot(node)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -106,7 +106,15 @@ def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
     return tensors
 
 
-def _copy_common_part(saved: Any, starts: Sequence[int], target: Tensor, block: Block) -> None:
+class SavedTensor(Protocol):
+    """A tensor in a safetensors file, of which indexing reads a part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, part: tuple[slice, ...], /) -> Tensor: ...
+
+
+def _copy_common_part(saved: SavedTensor, starts: Sequence[int], target: Tensor, block: Block) -> None:
     """Copy what a saved block, which starts at `starts`, and the block of the target have in common."""
     there: list[slice] = []
     here: list[slice] = []
