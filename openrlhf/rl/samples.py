@@ -76,18 +76,20 @@ def divide_groups(groups: Sequence[PrefixGroup], lengths: Sequence[int], budget:
             continue
         own = [lengths[place] - group.prefix for place in group.members]
         room = max(1, min(budget - group.prefix, max(-(-sum(own) // parts), *own)))
-        divided += [_part(group, [group.members[number] for number in part], lengths) for part in first_fit(own, room)]
+        for part in first_fit(own, room):
+            divided += _part(group, [group.members[number] for number in part], lengths)
     while len(divided) < min(ranks, len(lengths)):
         largest = divided.pop(max(range(len(divided)), key=lambda number: len(divided[number].members)))
         half = len(largest.members) // 2
-        divided += [_part(largest, members, lengths) for members in (largest.members[:half], largest.members[half:])]
+        for members in (largest.members[:half], largest.members[half:]):
+            divided += _part(largest, members, lengths)
     return divided
 
 
-def _part(group: PrefixGroup, members: list[int], lengths: Sequence[int]) -> PrefixGroup:
-    """Return a part of a group, without a prefix if the part would save too little."""
+def _part(group: PrefixGroup, members: list[int], lengths: Sequence[int]) -> list[PrefixGroup]:
+    """Return a part of a group, or each of its samples alone if sharing the prefix would save too little."""
     part = PrefixGroup(group.prefix, members)
-    return part if part.pays(lengths) else PrefixGroup(0, members)
+    return [part] if part.pays(lengths) else [PrefixGroup(0, [member]) for member in members]
 
 
 @dataclass(frozen=True)

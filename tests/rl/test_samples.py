@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from openrlhf.data.collate import Layout
@@ -79,6 +79,7 @@ def computed(sequences, part):
     st.integers(16, 60),
     st.integers(1, 300),
 )
+@example(1, 3, 1, 306, 1, 16, 145)  # three samples pay, but not the two that would fit with a shared prefix
 def test_with_shared_prefixes_no_sample_is_lost_and_the_budget_holds(
     prompts, samples, size, budget, ranks, prompt, response
 ):
