@@ -153,7 +153,8 @@ class Worker:
     def deferred(self) -> dict[str, Any]:
         """Train models whose weights are read layer by layer while they are sharded, also a frozen one."""
         results = {}
-        for model, sharding in (("llama", ShardingFlags()), ("tied", ShardingFlags()), ("gpt_oss", DIVIDED)):
+        cases = {"llama": ShardingFlags(), "tied": ShardingFlags(), "gpt_oss": DIVIDED, "qwen3_moe": DIVIDED}
+        for model, sharding in cases.items():
             backend = FsdpBackend(self.shell(model), SETTINGS, sharding, CPU, learning_rate=RATE)
             results[model] = self.trained(f"deferred-{model}", backend)
         teacher = FsdpFrozen(self.shell("teacher"), ShardingFlags(), CPU)

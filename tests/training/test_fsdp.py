@@ -166,7 +166,7 @@ def test_each_rank_holds_its_share(ranks: int, results: dict[int, Any]) -> None:
         assert one["here"] < 1.1 * one["whole"] / ranks
 
 
-@pytest.mark.parametrize("model", ["llama", "tied", "gpt_oss"])
+@pytest.mark.parametrize("model", ["llama", "tied", "gpt_oss", "qwen3_moe"])
 def test_weights_that_are_read_layer_by_layer_train_like_others(
     model: str, folder: Path, results: dict[int, Any], local: Local
 ) -> None:
