@@ -33,6 +33,7 @@ from openrlhf.rollout.engine_process import open_engine_processes
 from openrlhf.rollout.group_sync import CHANNEL_TIMEOUT, LOOPBACK, Receiving
 from openrlhf.rollout.ipc import check_allocator
 from openrlhf.rollout.mps import start_mps
+from openrlhf.rollout.vllm import preload
 from openrlhf.rollout.weight_sender import WeightSender
 
 MIN_SAMPLES = 256  # per rollout; with fewer, the Python scheduler of one engine is not the bottleneck
@@ -126,6 +127,7 @@ async def open_engines(config: RLConfig, count: int, device: torch.device) -> As
         environment=gpu_share(count) if device.type == "cuda" else cpu_share(count, os.environ),
         timeout=flags.engine_timeout,
         max_restarts=flags.max_restarts,
+        preload=preload,
         in_turn=device.type == "cuda",  # vLLM measures at its start how much memory its own model takes
     ) as group:
         yield group

@@ -35,7 +35,6 @@ Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 Running: TypeAlias = asyncio.Task[None]  # runs as long as an engine's process
 
-VLLM_WORKER = "openrlhf.rollout.vllm_worker"  # imports most of vLLM
 START = "from openrlhf.rollout.engine_server import main; main()"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of PyTorch
 CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is killed
@@ -223,13 +222,14 @@ async def open_engine_processes(
     timeout: float,
     max_restarts: int,
     in_turn: bool,
+    preload: Callable[[], None] | None = None,
     awaits_weights: bool = True,
 ) -> AsyncIterator[EngineGroup]:
     """Start engines, each in a process of its own; all processes end with the context.
 
     `build(number)` returns a picklable function that builds an engine in its process. `environment` is added to this
-    process's. With `in_turn`, an engine loads when the one before is ready. With `awaits_weights`, requests wait for
-    the policy's weights.
+    process's. With `in_turn`, an engine loads when the one before is ready; `preload`, which imports, runs in all of
+    them at the same time. With `awaits_weights`, requests wait for the policy's weights.
     """
     started: list[LocalProcess] = []
     ready: list[LocalProcess] = []
@@ -244,7 +244,8 @@ async def open_engine_processes(
         if closing.is_set():  # a restart that began before the end of the run
             process.kill()
         starting = process.within(timeout, "--engine_timeout")
-        await starting.call(EngineWorker.preload, VLLM_WORKER)
+        if preload is not None:
+            await starting.call(EngineWorker.preload, preload)
         async with turn:
             await starting.call(EngineWorker.start, build(number), awaits_weights)
         ready.append(process)

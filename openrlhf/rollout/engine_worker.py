@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -40,9 +39,9 @@ class EngineWorker:
         self.failure: BaseException | None = None  # unexpected error of a request
         self.may_collect = asyncio.Event()
 
-    async def preload(self, module: str) -> None:
-        """Import a module of the engine, which takes seconds; engines that must start in turn need not wait for it."""
-        importlib.import_module(module)
+    async def preload(self, imports: Callable[[], None]) -> None:
+        """Import what the engine needs; engines that must start in turn can do that at the same time."""
+        imports()
 
     async def start(self, build: Callable[[], LoadingEngine], awaits_weights: bool) -> None:
         """Build the engine, which loads its model."""

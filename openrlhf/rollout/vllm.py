@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,6 @@ ENVIRONMENT = {
 }
 CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # by vLLM on CPU; launchers use the second one differently
 TORCH = os.path.dirname(torch.__file__)
-COMPILES = " " not in TORCH  # Inductor passes PyTorch's path to the linker without quotes
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
 
@@ -68,8 +68,7 @@ class VLLMEngine(StepLoop):
         self.spec = spec
         self.tokenizer = tokenizer
         self.dtype = choose_dtype(spec.model.param_dtype, device)
-        self.compiles = COMPILES
-        set_environment(compiles=self.compiles)
+        set_environment()
         self._ends: frozenset[int] = frozenset()
         try:
             super().__init__(
@@ -80,13 +79,13 @@ class VLLMEngine(StepLoop):
 
     def _build(self) -> None:
         """Build vLLM on the thread of the step loop, generate one token as a test, and read the model's end tokens."""
-        if not self.compiles:
+        if not can_compile():
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
         with _preserve_host_settings():  # importing vLLM changes them too
             import vllm
             from vllm.inputs import tokens_input
 
-            self._engine = build_engine(self.spec, self.dtype, compiles=self.compiles)
+            self._engine = build_engine(self.spec, self.dtype)
             if self.spec.engines.devices_per_engine > 1:  # workers in processes of their own
                 self._engine.collective_rpc("end_with_parent")
                 self._engine.collective_rpc("make_stage_inputs")
@@ -157,7 +156,19 @@ class VLLMEngine(StepLoop):
         await super().sleep()
 
 
-def set_environment(*, compiles: bool) -> None:
+def preload() -> None:
+    """Import most of what an engine needs, which takes seconds."""
+    require("vllm", "this engine")
+    set_environment()
+    import_module("openrlhf.rollout.vllm_worker")
+
+
+def can_compile() -> bool:
+    """Return False if torch.compile cannot link here: Inductor passes PyTorch's path to the linker without quotes."""
+    return " " not in TORCH
+
+
+def set_environment() -> None:
     """Set the variables that vLLM reads on import and at startup; only the first overrides the user's value."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in ENVIRONMENT.items():
@@ -165,7 +176,7 @@ def set_environment(*, compiles: bool) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it sets this itself
     if find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if not compiles:
+    if not can_compile() and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
         say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's other processes; `_build` covers this one
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -187,17 +198,17 @@ def _preserve_host_settings() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLMEngine:
+def build_engine(spec: EngineSpec, dtype: torch.dtype) -> LLMEngine:
     """Build vLLM's engine with the options that this adapter relies on."""
     from vllm import LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
     # Same context as vLLM's offline class: with the defaults of a server, fewer requests would run concurrently.
-    arguments = engine_arguments(spec, dtype, compiles=compiles)
+    arguments = engine_arguments(spec, dtype)
     return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
 
-def engine_arguments(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> EngineArgs:
+def engine_arguments(spec: EngineSpec, dtype: torch.dtype) -> EngineArgs:
     """Translate the description of an engine; an engine on several nodes is described on each of them."""
     from vllm import EngineArgs
     from vllm.platforms import current_platform
@@ -224,7 +235,7 @@ def engine_arguments(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) ->
         pipeline_parallel_size=flags.vllm_pipeline_parallel_size,
         enable_expert_parallel=divides_experts and not current_platform.is_cpu(),  # its kernel on CPU would crash
         gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
-        enforce_eager=flags.enforce_eager or not compiles,
+        enforce_eager=flags.enforce_eager or not can_compile(),
         enable_prefix_caching=bool(flags.enable_prefix_caching),
         enable_sleep_mode=flags.vllm_enable_sleep and not current_platform.is_cpu(),  # vLLM on CPU can sleep without it
         seed=spec.seed,

@@ -16,7 +16,7 @@ import torch
 from openrlhf.errors import EngineError
 from openrlhf.models.load import choose_dtype
 from openrlhf.rollout.spec import EngineSpec
-from openrlhf.rollout.vllm import COMPILES, engine_arguments, set_environment
+from openrlhf.rollout.vllm import engine_arguments, set_environment
 
 CHECK_EVERY = 1.0  # seconds between checks of whether the workers are alive
 
@@ -34,11 +34,11 @@ class EnginePeer:
 
 def run_workers(spec: EngineSpec, device: torch.device) -> None:
     """Run vLLM's workers on this node until one of them ends, and raise an error."""
-    set_environment(compiles=COMPILES)
+    set_environment()
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    arguments = engine_arguments(spec, choose_dtype(spec.model.param_dtype, device), compiles=COMPILES)
+    arguments = engine_arguments(spec, choose_dtype(spec.model.param_dtype, device))
     config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
     executor = MultiprocExecutor(config, monitor_workers=False)  # returns when the whole engine has started
     while all(worker.proc.is_alive() for worker in executor.workers):
