@@ -60,13 +60,17 @@ def automatic_count(load: RolloutLoad) -> int:
 
 
 def engines_per_gpu(config: RLConfig) -> int:
-    """Return the number of engines: --vllm_engines_per_gpu or, if that is 0, `automatic_count` on a GPU."""
+    """Return the number of engines: --vllm_engines_per_gpu or, if that is 0, `automatic_count` on a GPU.
+
+    Only engines under MPS were measured to be faster together. Which of two engines answers a request depends on
+    their speed, and with it the rounding of a batch, so a deterministic run has one.
+    """
     if not uses_vllm(config):
         return 1
     given = config.engines.vllm_engines_per_gpu
-    if given or not has_gpu(config):
+    if given or not has_gpu(config) or config.batches.full_determinism:
         return given or 1
-    memory, weights = gpu_memory(), weight_bytes(config)
+    memory, weights = shared_memory(), weight_bytes(config)
     if memory is None or weights is None:
         return 1
     try:
@@ -77,6 +81,8 @@ def engines_per_gpu(config: RLConfig) -> int:
     count = automatic_count(
         RolloutLoad(config.rollout.samples_per_rollout, weights, share, len(os.sched_getaffinity(0)))
     )
+    if count > 1 and start_mps().problem:
+        return 1
     if count > 1:
         say(
             f"{count} vLLM engines share the GPU: with {config.rollout.samples_per_rollout} samples per rollout, one "
@@ -89,14 +95,26 @@ def has_gpu(config: RLConfig) -> bool:
     return config.model.device != "cpu" and torch.cuda.device_count() > 0  # counting does not initialise CUDA
 
 
-def gpu_memory() -> int | None:
-    """Return the bytes of the smallest GPU, or None if nvidia-smi does not know."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def shared_memory() -> int | None:
+    """Return the bytes of the smallest GPU; None if nvidia-smi does not know, or if processes cannot share all GPUs."""
+    command = ["nvidia-smi", "--query-gpu=memory.total,compute_mode,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        return min(int(line) for line in shown.split()) << 20
+        return smallest_shareable(shown)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def smallest_shareable(shown: str) -> int | None:
+    """Return the bytes of the smallest GPU in nvidia-smi's lines `MiB, compute mode, MIG mode`.
+
+    None if a GPU allows only one process, as clusters often set it, or is divided into MIG instances, whose memory
+    nvidia-smi does not show here.
+    """
+    rows = [[cell.strip() for cell in line.split(",")] for line in shown.strip().splitlines()]
+    if any(mode != "Default" or mig == "Enabled" for _, mode, mig in rows):
+        return None
+    return min(int(size) for size, _, _ in rows) << 20
 
 
 def weight_bytes(config: RLConfig) -> int | None:

@@ -178,7 +178,7 @@ def make_backend(
             device,
             learning_rate=learning_rate,
             adam_offload=config.sharding.adam_offload,
-            compile_layers=config.sharding.deepcompile,
+            compile_layers=compiles_layers(config),
         )
     if chosen == "fsdp":
         from openrlhf.training.fsdp import FsdpBackend
@@ -194,6 +194,12 @@ def make_backend(
         learning_rate=learning_rate,
         universal_checkpoint=config.checkpoints.use_ds_universal_ckpt,
     )
+
+
+def compiles_layers(config: TrainingConfig) -> bool | None:
+    """Return --deepcompile; without it, None (automatic), or False if measured times must not decide the numbers."""
+    chosen = config.sharding.deepcompile
+    return False if chosen is None and config.batches.full_determinism else chosen
 
 
 def make_frozen(config: TrainingConfig, network: Network, device: torch.device, *, offload: bool) -> Frozen:

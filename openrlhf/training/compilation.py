@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
+from openrlhf.errors import OpenRLHFError
 from openrlhf.models.forward import Network
 from openrlhf.monitor import say
 
@@ -119,8 +121,13 @@ class AutomaticCompilation:
         say(f"the decoder layers are no longer compiled: {reason}")
 
     def survives(self, error: BaseException) -> bool:
-        """Return whether the step can be repeated without compiled layers, which caused the error."""
-        if not self.is_compiled or not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        """Return whether to try again without compiled layers.
+
+        The errors of compilers have no common base class. In the first compiled steps, every other error counts as one
+        of them; an error of the model itself then recurs without the compiler.
+        """
+        ours = isinstance(error, OpenRLHFError | torch.OutOfMemoryError)
+        if not self.is_compiled or ours or (self.finished and not isinstance(error, TorchDynamoException)):
             return False
         self._give_up(str(error).strip().splitlines()[0][:200])
         return True

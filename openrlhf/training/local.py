@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from openrlhf.algo.reduce import Metrics
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError, counted
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import Network, Requested
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import B, Frozen, Objective, StepLosses, TrainBackend
 from openrlhf.training.compilation import AutomaticCompilation, compile_decoder_layers, pays_off_on
 from openrlhf.training.optim import LossScale, MasterOptimizer
+from openrlhf.types import Batch
+
+Result = TypeVar("Result")
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOSS_SCALE = "loss_scale"  # key of the loss scale's tensor in that file
@@ -126,16 +132,26 @@ class LocalBackend(MasterBackend):
         self.compilation = AutomaticCompilation(network) if automatic else None
 
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
-        if self.compilation is None:
-            return super().forward_backward(micro_batches, objective)
-        self.compilation.begin(sum(batch.input_ids.numel() for batch in micro_batches))
+        if self.compilation is not None:
+            self.compilation.begin(sum(batch.input_ids.numel() for batch in micro_batches))
+        return self.without_compiler_errors(partial(super().forward_backward, micro_batches, objective))
+
+    def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
+        return self.without_compiler_errors(partial(super().forward, batch, kind, temperature=temperature))
+
+    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
+        return self.without_compiler_errors(partial(super().evaluate, micro_batches, objective))
+
+    def without_compiler_errors(self, compute: Callable[[], Result]) -> Result:
+        """Compute; if that fails in layers that were compiled automatically, compute again without the compiler."""
         try:
-            return super().forward_backward(micro_batches, objective)
+            return compute()
         except Exception as error:
-            if not self.compilation.survives(error):
+            if self.compilation is None or not self.compilation.survives(error):
                 raise
+        self.module.train()  # as between calls, which the error may have prevented
         self.optimizer.drop_gradients()  # of the micro-batches before the error
-        return super().forward_backward(micro_batches, objective)
+        return compute()
 
     def optim_step(self, scale: float) -> float | None:
         norm = super().optim_step(scale)

@@ -64,11 +64,13 @@ def test_peers_have_rows_if_ours_failed():
     assert lines[2] == "| W1 | TRL 1.16 | 11.00 | 5.00 | 4.00 | 1,000 | 99.2 |  |"
 
 
-def test_a_failing_driver_gives_its_error_and_a_hanging_one_is_killed():
+def test_a_failing_driver_gives_its_error_and_a_hanging_one_is_killed(tmp_path):
     code = "import sys; sys.stderr.write('a warning\\n'); import no_such_package"
-    failed = run([sys.executable, "-c", code], 600, "W1", "trl")
+    failed = run([sys.executable, "-c", code], 600, "W1", "trl", tmp_path)
     assert failed == Absent("trl", "W1", "ModuleNotFoundError: No module named 'no_such_package'")
-    assert run(["sleep", "600"], 0.1, "W1", "trl") == Absent("trl", "W1", "not finished after 0.1 s (--timeout)")
+    assert "a warning" in (tmp_path / "W1_trl.log").read_text()
+    hanging = run(["sleep", "600"], 0.1, "W1", "trl", tmp_path)
+    assert hanging == Absent("trl", "W1", "not finished after 0.1 s (--timeout)")
 
 
 def test_the_error_of_a_driver_is_not_the_last_line_of_its_noise():

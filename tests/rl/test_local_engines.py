@@ -9,7 +9,8 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.rl import local_engines
-from openrlhf.rl.local_engines import RolloutLoad, automatic_count, cpu_share, engines_per_gpu
+from openrlhf.rl.local_engines import RolloutLoad, automatic_count, cpu_share, engines_per_gpu, smallest_shareable
+from openrlhf.rollout.mps import Clients
 from tests.commands import as_argv
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
 
@@ -48,7 +49,8 @@ def config(tmp_path, models):
 def gpu(monkeypatch):
     """A machine with a GPU of 80 GiB, as far as the choice can see."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(local_engines, "gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(local_engines, "shared_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(local_engines, "start_mps", Clients)
     monkeypatch.setattr(local_engines.os, "sched_getaffinity", lambda _: range(8))
 
 
@@ -69,6 +71,26 @@ def test_the_automatic_choice_is_announced(config, capsys):
     assert capsys.readouterr().err == ""
     assert engines_per_gpu(config(**LARGE)) == 2
     assert "2 vLLM engines share the GPU" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_one_engine_starts_without_mps_and_in_deterministic_runs(config, monkeypatch):
+    assert engines_per_gpu(config(**LARGE, full_determinism=True)) == 1
+    monkeypatch.setattr(local_engines, "start_mps", lambda: Clients(problem="not installed"))
+    assert engines_per_gpu(config(**LARGE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shown", "mebibytes"),
+    [
+        ("143771, Default, Disabled\n", 143771),
+        ("143771, Default, Disabled\n81559, Default, [N/A]\n", 81559),
+        ("143771, Exclusive_Process, Disabled\n", None),
+        ("143771, Default, Enabled\n", None),
+    ],
+)
+def test_gpus_that_processes_cannot_share_are_recognised(shown, mebibytes):
+    assert smallest_shareable(shown) == (None if mebibytes is None else mebibytes << 20)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -85,13 +85,30 @@ def test_a_step_on_which_the_compiler_fails_is_repeated_without_it(start, monkey
     plain, failing = start([1.0] * 5), start([1.0] * 5)
 
     def fail(*_):
-        raise torch._dynamo.exc.TorchDynamoException("cannot trace this")
+        raise RuntimeError("cannot compile this")
 
     monkeypatch.setattr(compilation, "COMPILER", fail)
     losses = take(failing, 5, left=1000)
     assert "no longer compiled: " in capsys.readouterr().err
     plain.compilation = None
     assert_close(losses, take(plain, 5, left=1000), rtol=0.0, atol=0.0)
+
+
+def test_scoring_and_evaluation_survive_the_compiler_too(start, monkeypatch, capsys):
+    backend = start([1.0] * 3)
+    take(backend, 3, left=1000)
+    assert is_compiled(backend)
+
+    def fail(*_, **__):
+        raise RuntimeError("cannot compile this")
+
+    for layer in compilation.decoder_layers(backend.network):
+        monkeypatch.setattr(layer, "_compiled_call_impl", fail)
+    batch = collate([TokenRow(np.arange(2, 10, dtype=np.int32), np.ones(8, dtype=bool))], packing=False, pad_id=0)
+    backend.evaluate([batch], SFT())
+    assert not is_compiled(backend)
+    assert backend.module.training
+    assert "no longer compiled: cannot compile this" in capsys.readouterr().err
 
 
 def test_compilation_is_automatic_only_on_a_gpu(folder):
