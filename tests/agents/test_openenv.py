@@ -1,5 +1,6 @@
 """An environment server of the real package openenv, in a process of its own: exact tokens, rewards and training."""
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -34,6 +35,14 @@ NUMBERS = """
 """
 FIRST = "<u>go\nGuess a number from 1 to 9.<a>"
 SEED, NUMBER = 3, 4  # random.Random(3).randint(1, 9)
+
+
+class Slow(Scripted):
+    """Session that takes two seconds for each turn."""
+
+    async def generate(self, request):
+        await asyncio.sleep(2)
+        return await super().generate(request)
 
 
 @contextmanager
@@ -81,6 +90,33 @@ def test_game_matches_hand_computed_tokens_and_rewards(build, url, monkeypatch):
     assert [reward for _, reward in first.step_rewards] == [-0.1, 1.0]
     assert first.input_ids[first.action_mask].tolist() == encode(f"3</s>{NUMBER}</s>")
     assert first.rollout_log_probs[first.action_mask].tolist() == [-1.0, -1.0, -2.0, -2.0]
+
+
+@pytest.mark.slow(seconds=6)
+def test_a_slow_policy_keeps_its_connection(build, tmp_path, monkeypatch):
+    """The server closes a connection that leaves a ping unanswered for half a second."""
+    file = tmp_path / "server.py"
+    pings = "port=args.port, ws_ping_interval=0.5, ws_ping_timeout=0.5)"
+    file.write_text(SERVER.read_text().replace("port=args.port)", pings))
+    with serve(file) as address:
+        monkeypatch.setenv("OPENENV_URL", address)
+        executor = build(agent_func_path=str(AGENT), context_length=400)
+        (got,) = run(executor, [Slow("3</s>", f"{NUMBER}</s>")], asked=prompt("go", label=SEED)).trajectories
+    assert (got.reward, got.extra_logs) == (0.9, {"turn_count": 2.0})
+
+
+@pytest.mark.slow(seconds=3)
+def test_an_episode_that_reset_ends_is_an_error(build, tmp_path, monkeypatch):
+    file = tmp_path / "server.py"
+    file.write_text(SERVER.read_text().replace('1 to 9.")', '1 to 9.", done=True)'))
+    with serve(file) as address:
+        monkeypatch.setenv("OPENENV_URL", address)
+        executor = build(agent_func_path=str(AGENT), context_length=400)
+        with pytest.raises(RolloutError, match="reset returned done"):
+            run(executor, [Scripted("3</s>")], asked=prompt("go", label=SEED))
+        monkeypatch.setenv("OPENENV_URL", f"{address}/other")
+        with pytest.raises(ConfigError, match="/other/schema cannot be read: 404"):
+            build(agent_func_path=str(AGENT))
 
 
 @pytest.mark.slow(seconds=4)

@@ -7,8 +7,10 @@ messages. It speaks the protocol itself, so the trainer's environment needs only
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf.agents.chat.episode import ChatExecutor, EpisodeFull
@@ -23,7 +25,7 @@ from openrlhf.data.messages import Message
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 if TYPE_CHECKING:
-    from aiohttp import ClientWebSocketResponse
+    from aiohttp import ClientWebSocketResponse, WSMessage
 
 INVALID = "VALIDATION_ERROR"  # code of an action that does not fit the environment's action class
 FULL = "CAPACITY_REACHED"
@@ -36,6 +38,13 @@ class EnvironmentStep(NamedTuple):
     observation: Mapping[str, object]
     reward: float
     done: bool
+
+
+class Session(NamedTuple):
+    """A connection to the server and the frames that were read from it."""
+
+    socket: ClientWebSocketResponse
+    frames: asyncio.Queue[WSMessage]
 
 
 class InvalidAction(ValueError):
@@ -75,6 +84,7 @@ class OpenEnvAgentExecutor(ChatExecutor):
 
         try:
             async with ClientSession() as http, http.get(f"{self.url}/schema") as answer:
+                answer.raise_for_status()
                 schema = await answer.json()
         except (ClientError, TimeoutError, ValueError) as error:
             raise ConfigError(
@@ -100,8 +110,12 @@ class OpenEnvAgentExecutor(ChatExecutor):
             async with (
                 ClientSession() as http,
                 http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST_ANSWER) as socket,
+                read_frames(socket) as frames,
             ):
-                step = await self._ask(socket, "reset", read_arguments(task.label))
+                session = Session(socket, frames)
+                step = await self._ask(session, "reset", read_arguments(task.label))
+                if step.done:
+                    raise RolloutError(f"{self.url}: reset returned done, so the episode has no turn")
                 first = "\n".join(filter(None, [task.prompt, self.show_observation(step.observation)]))
                 messages: list[Message] = [{"role": "user", "content": first}]
                 while not step.done:
@@ -110,17 +124,17 @@ class OpenEnvAgentExecutor(ChatExecutor):
                     except EpisodeFull:
                         break
                     try:
-                        step = await self._ask(socket, "step", self.make_action(turn.message["content"]))
-                        shown = self.show_observation(step.observation)
-                        rewards.append(step.reward)
+                        action = self.make_action(turn.message["content"])
+                        step = await self._ask(session, "step", action)
                     except ValueError as error:
                         shown = f"invalid action: {error}"
                         rewards.append(0.0)
+                    else:
+                        shown = self.show_observation(step.observation)
+                        rewards.append(step.reward)
                     messages = [*messages, turn.message, {"role": "user", "content": shown}]
         except ClientError as error:
             raise RewardError(f"{self.url}/ws cannot be reached: {error}; is the environment server up?") from None
-        if not rewards:
-            raise RolloutError(f"{self.url} ended an episode before its first turn: expected an observation")
         result = episode.result()
         last_tokens = [end - 1 for _, end in episode.transcript.action_ranges]
         return {
@@ -131,12 +145,12 @@ class OpenEnvAgentExecutor(ChatExecutor):
             "truncated": result.get("truncated", False) or not step.done,
         }
 
-    async def _ask(self, socket: ClientWebSocketResponse, kind: str, data: Mapping[str, object]) -> EnvironmentStep:
+    async def _ask(self, session: Session, kind: str, data: Mapping[str, object]) -> EnvironmentStep:
         """Send a message and return the environment's answer; raise InvalidAction or RewardError for an error."""
         from aiohttp import WSMsgType
 
-        await socket.send_json({"type": kind, "data": data})
-        received = await socket.receive()
+        await session.socket.send_json({"type": kind, "data": data})
+        received = await session.frames.get()
         if received.type is not WSMsgType.TEXT:
             raise RewardError(f"{self.url}/ws was closed by the server during {kind}")
         try:
@@ -162,6 +176,31 @@ class OpenEnvAgentExecutor(ChatExecutor):
             more = "a larger max_concurrent_envs in the server's create_app, or a smaller --max_concurrent_episodes"
             return RewardError(f"{self.url} has no room for another session: {message}", try_this=more)
         return RewardError(f"{self.url} failed in {kind}: {message} ({code})")
+
+
+@asynccontextmanager
+async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.Queue[WSMessage]]:
+    """Read a socket in the background and yield the queue of its frames; the last one says that it is closed.
+
+    aiohttp answers the server's pings only while somebody reads, and the server closes a connection that does not
+    answer them. A turn of the policy may take longer than that.
+    """
+    frames: asyncio.Queue[WSMessage] = asyncio.Queue()
+
+    async def read() -> None:
+        from aiohttp import WSMsgType
+
+        received = None
+        while received is None or received.type is WSMsgType.TEXT:
+            received = await socket.receive()
+            frames.put_nowait(received)
+
+    reader = asyncio.create_task(read())
+    try:
+        yield frames
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)  # the socket is closed only after its reader ended
 
 
 def read_arguments(label: object) -> dict[str, object]:
