@@ -71,7 +71,7 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"the package {error.name} is not installed",
-            try_this=f"{install_command()} (openrlhf doctor lists what is missing)",
+            try_this=f"{install_command(package=error.name)} (openrlhf doctor lists what is missing)",
         ) from error
     with interrupt_on_signals():
         return work(config, sinks=sinks) if trains and not is_dry else work(config)

@@ -9,7 +9,7 @@ import pytest
 
 import openrlhf
 from openrlhf.config.check import RULES, check
-from openrlhf.config.checks.extras import install_command
+from openrlhf.config.checks.extras import install_command, requirements_of
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of, replace_flags
 from openrlhf.config.parser import parse
@@ -921,8 +921,19 @@ def test_a_missing_extra_gives_its_pip_command(workspace):
         assert f"needs {package}, which is not installed. Try: pip install -e '{root}[{extra}]'" in line
 
 
+def test_the_requirements_of_an_extra_include_those_of_other_extras():
+    declared = [
+        "torch>=2",
+        'vllm>=0.26; extra == "vllm-latest"',
+        'openrlhf[ray]; extra == "vllm-latest"',
+        'ray[default]>=2.60; extra == "ray"',
+    ]
+    assert list(requirements_of("vllm_latest", declared)) == ["vllm>=0.26", "ray[default]>=2.60"]
+    assert list(requirements_of(None, declared)) == ["torch>=2"]
+
+
 def test_the_pip_command_works_in_any_folder(tmp_path):
-    assert install_command("view", tmp_path) == "pip install 'openrlhf[view]'"  # site-packages
-    assert install_command(root=tmp_path) == "pip install openrlhf"
+    assert install_command("view", tmp_path) == "python -m pip install fastapi uvicorn"  # site-packages
+    assert install_command(root=tmp_path).startswith("python -m pip install 'torch>=")
     (tmp_path / "pyproject.toml").touch()
     assert install_command("view", tmp_path) == f"pip install -e '{tmp_path}[view]'"

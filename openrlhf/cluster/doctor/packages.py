@@ -66,8 +66,12 @@ def inspect_package(package: Package) -> Diagnosis:
     installed = installed_version(package.name)
     if installed is None:
         if package.extra is None:
-            return Diagnosis(AREA, package.name, f"missing ({package.use})", "broken", install_command())
-        install = install_command(package.extra) if package.ours else f"pip install {package.name}"
+            return Diagnosis(
+                AREA, package.name, f"missing ({package.use})", "broken", install_command(package=package.name)
+            )
+        install = (
+            install_command(package.extra, package=package.name) if package.ours else f"pip install {package.name}"
+        )
         return Diagnosis(AREA, package.name, f"not installed ({package.use}): {install}", "note")
     requirement = requirement_of(package.name)
     if requirement is not None and not requirement.specifier.contains(installed, prereleases=True):

@@ -1,6 +1,10 @@
 """Rules about optional packages: if a flag needs a missing package, the error contains the pip command."""
 
+import re
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,22 +26,42 @@ EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora", "gguf": "export"}
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
-def install_command(extra: str | None = None, root: Path = ROOT) -> str:
-    """Return the pip command that installs this package with an extra; it works in any folder.
+def install_command(extra: str | None = None, root: Path = ROOT, package: str | None = None) -> str:
+    """Return the pip command that installs an extra, or what this package itself requires; it works in any folder.
 
-    A checkout stays linked (`-e`). If the package is installed, pip only adds the packages of the extra.
+    A checkout stays linked (`-e`). Elsewhere the requirements themselves are named, because openrlhf on PyPI is another
+    project; a copy of the package without metadata names only the missing `package`.
     """
-    brackets = f"[{extra}]" if extra else ""
     if (root / "pyproject.toml").is_file():
-        return f"pip install -e {shlex.quote(f'{root}{brackets}')}"
-    return f"pip install {shlex.quote(f'openrlhf{brackets}')}"
+        return f"pip install -e {shlex.quote(f'{root}[{extra}]' if extra else str(root))}"
+    declared: list[str] = []
+    with suppress(PackageNotFoundError):
+        declared = requires("openrlhf") or []
+    names = list(dict.fromkeys(requirements_of(extra, declared)))
+    return f"python -m pip install {shlex.join(names or [package or extra or 'torch'])}"
+
+
+def requirements_of(extra: str | None, declared: Sequence[str]) -> Iterator[str]:
+    """Yield the requirements of an extra (None: those without one), and of the extras of openrlhf that it includes."""
+    wanted = extra.replace("_", "-") if extra else None  # as metadata spells it
+    for line in declared:
+        requirement, _, marker = line.partition(";")
+        found = re.search(r"""extra == ["']([^"']+)["']""", marker)
+        if (found[1].replace("_", "-") if found else None) != wanted:
+            continue
+        own = re.fullmatch(r"openrlhf\[(.+)\]", requirement.strip())
+        if own is None:
+            yield requirement.strip()
+        for included in own[1].split(",") if own else ():
+            yield from requirements_of(included.strip(), declared)
 
 
 def require(package: str, needed_by: str, extra: str | None = None) -> None:
     """Raise an error with the pip command if a package is not installed, without importing it."""
     if find_spec(package) is None:
         extra = extra or EXTRA_OF.get(package, package)
-        raise MissingExtraError(f"{needed_by} needs {package}, which is not installed", try_this=install_command(extra))
+        command = install_command(extra, package=package)
+        raise MissingExtraError(f"{needed_by} needs {package}, which is not installed", try_this=command)
 
 
 def needed_extras_are_installed(config: object) -> None:
