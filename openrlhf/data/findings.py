@@ -37,18 +37,28 @@ def field_findings(
     rows: Sequence[FieldValues], fields: Sequence[str | None], template: TemplateFlags
 ) -> tuple[Finding | None, ...]:
     """Return the findings that any command with a template may have, from the fields that it reads."""
-    names = [name for field in fields for name in split_names(field)]
+    read = [field for field in fields if field is not None]
     if template.apply_chat_template and template.system_key is not None:
-        names.append(template.system_key)
+        read.append(template.system_key)
+    names = [name for field in read for name in names_in(field, rows)]
     texts = [text for row in rows for name in names for text in texts_in(row.get(name))]
-    return unknown_field(rows, names), messages_as_text(texts), formatted_twice(texts, template)
+    return unknown_field(rows, read), messages_as_text(texts), formatted_twice(texts, template)
 
 
-def unknown_field(rows: Sequence[FieldValues], names: Sequence[str]) -> Finding | None:
-    """Find a field that no row has; rows may lack the later fields of a list such as `instruction,input`."""
-    for name in names:
-        if rows and not any(name in row for row in rows):
-            return Finding(f"none of the first {len(rows)} rows has a field {name!r}", "check its spelling")
+def names_in(field: str, rows: Sequence[FieldValues]) -> tuple[str, ...]:
+    """Return the fields that a flag names: one, whose name may contain commas, or a list like `instruction,input`."""
+    return (field,) if any(field in row for row in rows) else split_names(field)
+
+
+def unknown_field(rows: Sequence[FieldValues], fields: Sequence[str]) -> Finding | None:
+    """Find a field that no row has; of a list such as `instruction,input`, only the first one is required."""
+    for field in fields:
+        for place, name in enumerate(names_in(field, rows)):
+            if rows and not any(name in row for row in rows):
+                problem = f"none of the first {len(rows)} rows has a field {name!r}"
+                if place:
+                    return Finding(f"{problem}, which is optional in {field!r}", "leave it out if no row has it")
+                return Finding(problem, "check its spelling")
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from openrlhf.config.sections.data import split_names
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.records import Place, Record, describe
+from openrlhf.errors import ConfigError
 
 # Keys: "role", "content" (text) and others that the chat template may use: tool_calls, name, reasoning_content, ...
 # A ShareGPT tool call also keeps its original text as "call_text", for templates that do not support tool calls.
@@ -62,7 +63,10 @@ def read_field(record: Record, field: str, flag: str) -> object:
     """
     if field in record.row or "," not in field:
         return record.value(field, flag)
-    first, *others = split_names(field)
+    names = split_names(field)
+    if not names:
+        raise ConfigError(f"{flag} {field!r} names no field", try_this=f"{flag} with a field, or several with commas")
+    first, *others = names
     texts = [record.text(first, flag), *(record.text(name, flag) for name in others if name in record.row)]
     return "\n".join(text for text in texts if text)
 

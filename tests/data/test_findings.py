@@ -49,8 +49,11 @@ def test_a_prompt_field_without_its_flag_is_reported():
 
 def test_a_field_that_no_row_has_is_reported():
     rows = [{"instruction": "add", "input": "2"}, {"instruction": "add"}]
-    assert unknown_field(rows, ["instruction", "input"]) is None
+    assert unknown_field(rows, ["instruction,input"]) is None
     assert unknown_field(rows, ["instruction", "inputs"]).problem == "none of the first 2 rows has a field 'inputs'"
+    assert unknown_field(rows, ["instructions,input"]).try_this == "check its spelling"
+    assert unknown_field(rows, ["instruction,inputs"]).try_this == "leave it out if no row has it"
+    assert unknown_field([{"a,b": "one"}], ["a,b"]) is None  # a field with a comma in its name
     assert unknown_field([], ["instruction"]) is None
 
 

@@ -5,7 +5,7 @@ import pytest
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.messages import read_messages, read_text, read_tools
 from openrlhf.data.templates import open_chat
-from openrlhf.errors import DataError
+from openrlhf.errors import ConfigError, DataError
 from tests.data.chat_words import TOOLS, assistant, user, word_tokenizer
 
 CALL = '{"name": "two", "arguments": {"x": 1}}'
@@ -35,6 +35,8 @@ def test_texts_of_several_fields_are_joined(records):
     assert read_messages(record, "a, b", "--prompt_key", speaker="user") == [user("one\ntwo")]
     with pytest.raises(DataError, match="no field 'c'"):
         read_text(record, "c,b", "--input_key")
+    with pytest.raises(ConfigError, match="--input_key ',' names no field"):
+        read_text(record, ",", "--input_key")
     (odd,) = records({"a,b": "three"})  # a field with a comma in its name
     assert read_text(odd, "a,b", "--input_key") == "three"
 
