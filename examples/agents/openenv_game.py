@@ -9,7 +9,8 @@ The label of a row is the seed of a game, and all samples of a row play the same
         --prompt_data games.jsonl --label_key seed --advantage_estimator group_norm --n_samples_per_prompt 8 \\
         --max_len 1024 --max_new_tokens 32 --agent_func_path examples/agents/openenv_game.py
 
-The chat template is applied to the game's messages, so --apply_chat_template is left out.
+The chat template is applied to the game's messages, so --apply_chat_template is left out. On a
+cluster, set OPENENV_URL on every node, before `ray start`: agents on other nodes do not get the command's variables.
 """
 
 import os
