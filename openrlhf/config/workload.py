@@ -1,7 +1,6 @@
 """What a run loads and computes, in plain numbers that follow from its flags: the input of a plan (`openrlhf/plan`).
 
-Lengths are the longest that the flags allow. Real data is shorter, so figures that
-depend on them are upper bounds.
+Lengths are the longest that the flags allow. Real data is shorter, so figures that depend on them are upper bounds.
 """
 
 from dataclasses import dataclass, replace
