@@ -93,14 +93,14 @@ def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield entry.name, buffer[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
 
 
-def bucket_size(limit: int, model_bytes: int, rooms: Collection[int]) -> int:
+def bucket_size(limit: int, model_bytes: int, free_bytes: Collection[int]) -> int:
     """Return the bytes of a bucket for a model, 0 if its size is not known yet.
 
-    `rooms` are the free bytes of each GPU that has to hold a bucket. A tensor that is larger than a bucket is sent
+    `free_bytes` has an item for each GPU that has to hold a bucket. A tensor that is larger than a bucket is sent
     alone (`Bucket.add`).
     """
     wanted = min(MAX_BUCKET, max(USUAL_BUCKET, model_bytes // BUCKETS_PER_MODEL))
-    room = max(MIN_BUCKET, min(rooms) // MEMORY_SHARE) if rooms else wanted
+    room = max(MIN_BUCKET, min(free_bytes) // MEMORY_SHARE) if free_bytes else wanted
     return min(limit, wanted, room)
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import distributed as dist
 
 from openrlhf.errors import RolloutError
-from openrlhf.rollout.bucket import MAX_BUCKET, free_memory
+from openrlhf.rollout.bucket import MAX_BUCKET, USUAL_BUCKET, free_memory
 from openrlhf.rollout.link import Link, connect
 
 Transport = Literal["tcp", "nccl", "ipc"]
@@ -63,6 +63,11 @@ class Channel:
         link = connect(self.host, self.port, self.secret, self.timeout)
         link.send(Join(number, free_memory(self.receiving_device)).encode(), self.timeout)
         return link
+
+    @property
+    def largest_bucket(self) -> int:
+        """Most bytes of a bucket; a larger one may take longer than `timeout` through a slow network card."""
+        return min(self.bucket_bytes, USUAL_BUCKET) if self.transport == "tcp" else self.bucket_bytes
 
     @property
     def receiving_device(self) -> torch.device:

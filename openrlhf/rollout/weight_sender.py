@@ -231,9 +231,9 @@ class BucketPipeline:
         self.sender = sender
         self.version = version
         device = torch.device("cpu") if sender.channel.transport == "tcp" else sender.device
-        rooms = (free_memory(device), *(receiver.room for receiver in sender.receivers.values()))
-        known = [room for room in rooms if room is not None]
-        size = bucket_size(sender.channel.bucket_bytes, sender.model_bytes, known)
+        free_bytes = (free_memory(device), *(receiver.room for receiver in sender.receivers.values()))
+        known = [free for free in free_bytes if free is not None]
+        size = bucket_size(sender.channel.largest_bucket, sender.model_bytes, known)
         # The first bucket is being filled.
         self.idle = deque(Bucket(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2))
         self.in_transit: deque[InTransit] = deque()

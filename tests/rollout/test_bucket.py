@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from openrlhf.rollout.bucket import ALIGNMENT, MAX_BUCKET, Bucket, Entry, Header, bucket_size, unpack
+from openrlhf.rollout.bucket import ALIGNMENT, MAX_BUCKET, USUAL_BUCKET, Bucket, Entry, Header, bucket_size, unpack
+from openrlhf.rollout.channel import Channel
 from openrlhf.rollout.ipc import SharedMemory
 
 SHARED = SharedMemory("GPU-1", ["00ff", 4096, 512, "0a", 8, "", True])
@@ -52,7 +53,7 @@ def test_a_tensor_larger_than_the_bucket_travels_alone():
 
 
 @pytest.mark.parametrize(
-    ("model", "rooms", "size"),
+    ("model", "free", "size"),
     [
         (0, [], 256),
         (3, [], 256),
@@ -63,10 +64,16 @@ def test_a_tensor_larger_than_the_bucket_travels_alone():
         (140, [0.1], 64),
     ],
 )
-def test_buckets_are_as_large_as_model_and_memory_allow(model, rooms, size):
+def test_buckets_are_as_large_as_model_and_memory_allow(model, free, size):
     """The model and the free memory are in GiB, buckets in MiB."""
-    assert bucket_size(MAX_BUCKET, model << 30, [int(room * 2**30) for room in rooms]) == size << 20
+    assert bucket_size(MAX_BUCKET, model << 30, [int(gib * 2**30) for gib in free]) == size << 20
 
 
 def test_a_limit_on_buckets_holds():
     assert bucket_size(4096, 140 << 30, [80 << 30]) == 4096
+
+
+def test_buckets_do_not_grow_over_tcp():
+    limits = [Channel("127.0.0.1", transport, 1).largest_bucket for transport in ("tcp", "nccl", "ipc")]
+    assert limits == [USUAL_BUCKET, MAX_BUCKET, MAX_BUCKET]
+    assert Channel("127.0.0.1", "tcp", 1, bucket_bytes=4096).largest_bucket == 4096
