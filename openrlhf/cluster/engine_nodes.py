@@ -53,13 +53,18 @@ async def start_on_nodes(
 
 
 async def end_with_peers(process: Process[EngineWorker], running: Sequence[asyncio.Future[None]]) -> None:
-    """Wait until a peer ends, and end the engine unless that has ended first."""
+    """Wait until a peer ends, and end what is left of the engine: it may wait for that peer forever."""
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    ended_first = False  # then the callers of the engine report why
     try:
-        await process.within(SECONDS_TO_ANSWER).call(EngineWorker.ping)
+        async with asyncio.timeout(SECONDS_TO_ANSWER):
+            await process.within(None).call(EngineWorker.ping)
     except DeathError:
-        return
-    say(f"{process} lost a part of itself: {reason(done.pop())}")
+        ended_first = True
+    except TimeoutError:
+        pass
+    if not ended_first:
+        say(f"{process} lost a part of itself: {reason(done.pop())}")
     process.kill()
 
 
