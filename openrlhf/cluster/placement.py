@@ -32,6 +32,10 @@ class EnginePlan:
         return self.devices // self.stages
 
     @property
+    def devices_per_node(self) -> int:
+        return self.devices // self.nodes
+
+    @property
     def place(self) -> int:
         """Index of its device block, which in a shared group is ranks [place * devices, (place + 1) * devices)."""
         return self.number // self.per_gpu
@@ -62,18 +66,16 @@ class PlacementPlan:
         groups = (DeviceBlock(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes))
         own = {engine.name: engine for engine in self.engines if engine.shares is None}  # sharing engines: once
         engines = (
-            DeviceBlock(name, engine.devices // engine.nodes)
-            for name, engine in own.items()
-            for _ in range(engine.nodes)
+            DeviceBlock(name, engine.devices_per_node) for name, engine in own.items() for _ in range(engine.nodes)
         )
         return (*groups, *engines)
 
-    def spreads(self) -> Iterator[PlacementPlan]:
+    def spreads(self, largest: int) -> Iterator[PlacementPlan]:
         """Yield this plan with each engine on one node, then on as few more as possible.
 
         Tensor-parallel devices exchange data in every layer, pipeline stages only between them: a node holds whole
-        stages, or else the devices of a stage are divided evenly over nodes. Engines that share a group's devices are
-        on the group's nodes.
+        stages. Only a stage that exceeds all devices of the `largest` node is divided, evenly over nodes. Engines that
+        share a group's devices are on the group's nodes.
         """
         yield self
         own = [engine for engine in self.engines if engine.shares is None]
@@ -81,7 +83,8 @@ class PlacementPlan:
             size, width = own[0].devices, own[0].stage_devices
             for nodes in range(2, size + 1):
                 per_node = size // nodes
-                if size % nodes == 0 and (per_node % width == 0 or width % per_node == 0):
+                divided = width > largest and width % per_node == 0
+                if size % nodes == 0 and (per_node % width == 0 or divided):
                     yield replace(self, engines=tuple(replace(engine, nodes=nodes) for engine in self.engines))
 
     @property
@@ -135,7 +138,7 @@ def place(plan: PlacementPlan, nodes: Sequence[Node]) -> tuple[PlacementPlan, tu
 
     An engine is on one node if there is room, because its devices then share that node's NVLink.
     """
-    for spread in plan.spreads():
+    for spread in plan.spreads(max((node.devices for node in nodes), default=0)):
         chosen = pack(spread.blocks(), nodes)
         if chosen is not None:
             return spread, chosen
@@ -186,8 +189,8 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
         message += f"; expected {counted(widest, 'node')}, got {len(nodes)}"
     elif free >= asked.devices:
         message += (
-            "; an engine needs all its devices on one node, or equal parts on several, and a group needs all devices "
-            "that it uses per node"
+            "; an engine needs all devices of a pipeline stage on one node, or equal parts on several if no node has "
+            "so many, and a group needs all devices that it uses per node"
         )
     if widest > len(nodes) and private:
         return ConfigError(

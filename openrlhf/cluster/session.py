@@ -91,7 +91,7 @@ class Cluster:
         engine = self.plan.engines[number]
         first = engine.place * engine.devices if engine.shares else 0
         devices = self.devices[engine.shares or engine.name][first : first + engine.devices]
-        size = engine.devices // engine.nodes
+        size = engine.devices_per_node
         if engine.nodes == 1:
             return [self._slot(devices, {})]
         # vLLM would otherwise guess the address at which the engine's other nodes reach a node.
@@ -174,8 +174,12 @@ def connect(plan: PlacementPlan, folders: Mapping[str, str]) -> Iterator[Cluster
         spread, chosen = placed
         engine = next(iter(spread.engines), None)
         if engine is not None and engine.nodes > 1:
-            each = counted(engine.devices // engine.nodes, "device")
-            say(f"each engine spans {engine.nodes} nodes, with {each} on each")
+            each = counted(engine.devices_per_node, "device")
+            slow = "; tensor parallelism over nodes is slow" if engine.stage_devices > engine.devices_per_node else ""
+            say(
+                f"each engine spans {engine.nodes} nodes, with {each} on each: its sockets are open to everyone on "
+                f"their network, which should be private (docs/cluster.md){slow}"
+            )
         with reserve(spread, chosen, nodes, unit) as cluster:
             check_shared_folders(cluster, folders)
             yield cluster

@@ -144,9 +144,9 @@ def test_many_blocks_that_do_not_fit_are_rejected_quickly():
     assert pack(blocks, nodes(*[8] * 16)) is None
 
 
-def engine_nodes(flags, *free):
+def engine_nodes(flags, *free, total=8):
     """Return the nodes of each engine, and on how many of their devices."""
-    placed = place(make_plan(f"{FUNCTION} {flags} --vllm_num_engines 1"), nodes(*free))
+    placed = place(make_plan(f"{FUNCTION} {flags} --vllm_num_engines 1"), nodes(*free, total=total))
     if placed is None:
         return None
     spread, chosen = placed
@@ -164,7 +164,8 @@ ONE_DEVICE = "--advantage_estimator reinforce --init_kl_coef 0 --actor_num_gpus_
         ((8, 2), [8, 8, 1], [("n0", 8), ("n1", 8)]),  # whole stages on a node
         ((2, 4), [4, 4, 1], [("n0", 4), ("n1", 4)]),  # two stages on each of two nodes
         ((2, 4), [3, 2, 2, 2], [("n0", 2), ("n1", 2), ("n2", 2), ("n3", 2)]),
-        ((4, 1), [2, 2, 1], [("n0", 2), ("n1", 2)]),  # a stage that fits nowhere is divided
+        ((4, 1), [2, 2, 1], None),  # a fragmented cluster: a node has enough devices, but others use them
+        ((4, 2), [4, 2, 2, 1], None),
         ((3, 2), [5, 3], [("n1", 3), ("n0", 3)]),  # never a stage and a half
         ((8, 1), [4, 2, 2], None),
     ],
@@ -174,6 +175,20 @@ def test_an_engine_is_on_as_few_nodes_as_possible(sizes, free, expected):
     flags = f"{ONE_DEVICE} --vllm_tensor_parallel_size {tensor} --vllm_pipeline_parallel_size {pipeline}"
     found = engine_nodes(flags, *free)
     assert (found and sorted(found)) == (expected and sorted(expected))
+
+
+def test_a_stage_is_divided_if_no_node_has_enough_devices():
+    flags = f"{ONE_DEVICE} --vllm_tensor_parallel_size 4"
+    found = engine_nodes(flags, 2, 2, 1, total=2)
+    assert found is not None
+    assert sorted(found) == [("n0", 2), ("n1", 2)]
+
+
+def test_an_engine_that_could_be_on_one_node_of_a_fragmented_cluster_is_explained():
+    message = shortage(
+        "--init_kl_coef 0 --actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 8", nodes(5, 4)
+    )
+    assert "an engine needs all devices of a pipeline stage on one node" in message
 
 
 def test_hybrid_engines_span_the_nodes_of_the_policy():
