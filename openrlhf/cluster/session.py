@@ -23,7 +23,7 @@ from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
 from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, place
 from openrlhf.config.worker_groups import GroupPlan
-from openrlhf.errors import BackendError, ConfigError, counted
+from openrlhf.errors import RESUME, BackendError, ConfigError, counted
 from openrlhf.monitor import say
 
 if TYPE_CHECKING:
@@ -98,8 +98,18 @@ class Cluster:
         parts = [devices[start : start + size] for start in range(0, len(devices), size)]
         return [self._slot(part, {"VLLM_HOST_IP": part[0].node.address}) for part in parts]
 
-    def find_port(self, slot: ProcessSlot) -> int:
-        """Return a free port on the node of a process."""
+    def find_port(self, slots: Sequence[ProcessSlot]) -> int:
+        """Return a free port on the node of the first of these processes; raise if one of their nodes is lost.
+
+        It waits for Ray: call it in a thread.
+        """
+        import ray
+
+        slot, alive = slots[0], {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        lost = sorted({one.address for one in slots if one.node not in alive})
+        if lost:
+            message = f"an engine cannot start on its {len(slots)} nodes: Ray has lost {', '.join(lost)}"
+            raise BackendError(message, try_this=RESUME)
         bundle = next(device.bundle for device in chain(*self.devices.values()) if device.node.id == slot.node)
         (port,) = await_answers([run_on_node(probes.find_free_port, self.reserved, bundle, slot.address)])
         return port

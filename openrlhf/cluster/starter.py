@@ -112,7 +112,10 @@ class ProcessStarter:
                 return await start_now(number)
 
         async def start_now(number: int) -> Process[EngineWorker]:
-            first, *others = self.cluster.engine_slots(number)
+            slots = self.cluster.engine_slots(number)
+            # First, because processes on a lost node would be awaited until --engine_timeout.
+            port = await asyncio.to_thread(self.cluster.find_port, slots) if len(slots) > 1 else 0
+            first, *others = slots
             peers: tuple[Process[EnginePeer], ...] = tuple(
                 Process(peer_actor.options(**slot.options).remote(), f"engine {number}, node {node}", slot.address)
                 for node, slot in enumerate(others, 1)
@@ -123,7 +126,6 @@ class ProcessStarter:
             )
             self.processes.append(process)
             starting = process.within(spec.engines.engine_timeout, "--engine_timeout")
-            port = self.cluster.find_port(first) if peers else 0
             watching = await self.watch.guard(start_on_nodes(starting, peers, spec, number, os.getcwd(), port))
             if watching is not None:
                 self.watching.append(watching)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.session import connect
@@ -66,6 +67,17 @@ def report_placement(flags):
         engines = report([slot for engine in cluster.plan.engines for slot in cluster.engine_slots(engine.number)])
         kept = signal.getsignal(signal.SIGTERM) is our_handler
         return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
+
+
+def find_ports(flags):
+    """Report a port for an engine on several nodes, and the error if one of them is lost."""
+    with opened(flags) as cluster:
+        first, second = cluster.engine_slots(0)
+        port = cluster.find_port([first, second])
+        try:
+            cluster.find_port([first, replace(second, node="0" * 56)])  # Ray does not know this node
+        except OpenRLHFError as error:
+            return {"port": port, "lost": error.message, "address": second.address}
 
 
 def two_gpus(flags):
@@ -143,7 +155,15 @@ def head_and_node(_):
 
 DRIVERS = {
     driver.__name__: driver
-    for driver in (report_placement, two_gpus, report_from_other_folder, run_forever, two_nodes, head_and_node)
+    for driver in (
+        report_placement,
+        find_ports,
+        two_gpus,
+        report_from_other_folder,
+        run_forever,
+        two_nodes,
+        head_and_node,
+    )
 }
 
 if __name__ == "__main__":

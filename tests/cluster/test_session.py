@@ -61,6 +61,9 @@ def test_an_engine_that_fits_on_no_node_spans_two(two_nodes):
     seen = [*beside["CUDA_VISIBLE_DEVICES"].split(","), rank["CUDA_VISIBLE_DEVICES"]]
     assert sorted(seen) == ["0", "1", "2"]
     assert "each engine spans 2 nodes, with 2 devices on each" in stderr
+    report, _ = machine.run_driver("find_ports", f"{flags} --vllm_pipeline_parallel_size 2", **environ)
+    assert report["port"] > 0
+    assert report["lost"] == f"an engine cannot start on its 2 nodes: Ray has lost {report['address']}"
     report, _ = machine.run_driver("report_placement", f"{flags} --vllm_pipeline_parallel_size 4", **environ)
     assert "asks for 9 GPUs (policy 1 x 1, engines 1 x 4 stages x 2)" in report["message"]
 
