@@ -328,6 +328,12 @@ REFUSED = [  # rule, command, added flags, parts of the message
             ),
             (
                 "fsdp_divides_experts",
+                "--expert_parallel_size 2 --backend fsdp --ds_tensor_parallel_size 2",
+                "--expert_parallel_size 2 cannot be combined with --ds_tensor_parallel_size 2|"
+                "Try: --ds_tensor_parallel_size 1",
+            ),
+            (
+                "fsdp_divides_experts",
                 "--expert_parallel_size 4 --backend fsdp",
                 "--expert_parallel_size 4 does not divide the number of processes (2)|Try: --expert_parallel_size 2",
             ),

@@ -160,7 +160,7 @@ def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
 
 
 def fsdp_divides_experts(config: TrainingConfig) -> None:
-    """Require FSDP without adapters for --expert_parallel_size, and a size that divides the processes of a model."""
+    """Require FSDP without adapters and split layers for --expert_parallel_size, and a size that divides processes."""
     size = config.sharding.expert_parallel_size
     if size == 1:
         return
@@ -175,6 +175,12 @@ def fsdp_divides_experts(config: TrainingConfig) -> None:
             f"--expert_parallel_size {size} cannot divide adapters of experts: expected --lora_rank 0, "
             f"got {config.lora.lora_rank}",
             try_this="--expert_parallel_size 1",
+        )
+    if config.sharding.ds_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--expert_parallel_size {size} cannot be combined with --ds_tensor_parallel_size "
+            f"{config.sharding.ds_tensor_parallel_size}",
+            try_this="--ds_tensor_parallel_size 1",
         )
     for name, count in model_processes(config, frozen=True).items():
         if count % size:
