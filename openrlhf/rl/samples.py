@@ -139,7 +139,7 @@ class RolloutTokens:
         return self._parts(values, range(len(self.trajectories)))
 
     def _parts(self, values: Tensor, samples: Sequence[int]) -> list[NDArray[np.float32]]:
-        whole, places = values.numpy(), np.asarray(samples)
+        whole, places = values.numpy(), np.asarray(samples, dtype=np.intp)  # also if there are none
         pairs = zip(self.bounds[places].tolist(), self.bounds[places + 1].tolist(), strict=True)
         return [whole[first:last] for first, last in pairs]
 
