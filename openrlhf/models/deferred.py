@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from openrlhf.errors import BackendError
+from openrlhf.errors import BackendError, counted
 from openrlhf.models.checkpoint_parts import CheckpointPart, checkpoint_parts
 from openrlhf.models.source import ModelSource
 
@@ -71,7 +71,8 @@ class WeightFiles:
     def must_be_used_up(self) -> None:
         """Raise if a parameter has been replaced before it was filled."""
         if self.names:
-            raise BackendError(f"{len(self.names)} parameters were not loaded, such as {min(self.names.values())}")
+            found = counted(len(self.names), "parameter")
+            raise BackendError(f"{found} not loaded, such as {min(self.names.values())}")
 
 
 def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | None:
@@ -139,7 +140,10 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def _have_shapes(files: dict[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether files have tensors of these shapes; each file is opened once, because there may be many experts."""
+    """Return whether files have tensors of these shapes.
+
+    Each file is opened once, because there may be many experts.
+    """
     if not files.keys() >= shapes.keys():
         return False
     names: dict[Path, list[str]] = {}

@@ -41,7 +41,7 @@ class DecoderCall:
 
 
 def batch_tokens(call: DecoderCall, batch: Batch) -> Tensor:
-    """Return the place in the flattened batch of the token at each position of a call, -1 where there is none."""
+    """Return the place in the flattened batch of the token at each position of a call, -1 if there is none."""
     ids = batch.input_ids
     source = torch.arange(ids.numel(), device=ids.device) if call.batch_places is None else call.batch_places
     if call.output_places is None:

@@ -9,7 +9,10 @@
       local, optim                 one process: fp32 master weights, Adam and Muon, loss scale
       distributed, ring_groups     several processes: collective operations, rings
       deepspeed*                   ZeRO, tensor parallelism
-      fsdp*, tensor_parallel       PyTorch's FSDP2, and matrices divided by the plan of a model
+      fsdp*                        PyTorch's FSDP2
+      tensor_parallel              under FSDP: matrices divided by the plan of a model
+      expert_parallel              under FSDP: experts divided over processes
+      compilation                  torch.compile for the layers of a decoder
       moving_average               an average of the weights, on their shards
       audit, host_memory           for all: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL

@@ -203,9 +203,9 @@ def gather_each(root: Root, dtype: torch.dtype, device: torch.device) -> Gather:
 
 
 def gather_whole(tensor: DTensor, shard: Tensor, experts: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the whole tensor of which each rank passes its shard; it is sharded like `tensor`.
+    """Return a whole tensor, given this rank's shard of it; the shards are laid out like those of `tensor`.
 
-    What FSDP has divided is gathered first, then what tensor or expert parallelism has.
+    The division by FSDP is undone first, then the one by tensor parallelism or, with `experts`, expert parallelism.
     """
     mesh, placements = tensor.device_mesh, list(tensor.placements)
     whole = DTensor.from_local(shard, mesh, placements, shape=tensor.shape, stride=tensor.stride())

@@ -132,5 +132,5 @@ def test_a_parameter_that_was_replaced_is_noticed(tmp_path: Path) -> None:
     model.lm_head.weight = nn.Parameter(torch.zeros(3, 3))
     files = deferred_weights(model)
     files.fill(model.parameters())
-    with pytest.raises(BackendError, match=r"1 parameters were not loaded, such as lm_head\.weight"):
+    with pytest.raises(BackendError, match=r"1 parameter not loaded, such as lm_head\.weight"):
         files.must_be_used_up()

@@ -67,7 +67,8 @@ class ModelFlags(ServedModelFlags):
     aux_loss_coef: float = flag(
         0.0,
         "Weight of the mixture-of-experts load-balancing loss, over all tokens of an optimizer step; values up to 1e-8 "
-        "disable it.",
+        "disable it. If a step has several micro-batches or ranks, each micro-batch costs one more forward pass, "
+        "without gradients.",
         NOT_NEGATIVE,
     )
 
