@@ -88,7 +88,10 @@ def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
         expected = list(blocks[name].shape) if name in blocks else "nothing"
         found = saved.get(name, "nothing")
         if expected != found:
-            raise BackendError(f"{folder}: {name} should have the shape {expected}, got {found}")
+            raise BackendError(
+                f"{folder}: {name} should have the shape {expected}, got {found}",
+                try_this="the --backend, --zero_stage and model of the run that wrote it",
+            )
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(_file(folder, one), "pt")) for one in range(index["processes"])]

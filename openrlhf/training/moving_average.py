@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from openrlhf.errors import BackendError
 from openrlhf.training.backend import TrainBackend
 from openrlhf.training.fsdp_checkpoint import Block, load_shards, save_shards
 
@@ -53,6 +54,11 @@ class MovingAverage:
         if (folder / WHOLE_FILE).is_file():
             whole = load_file(folder / WHOLE_FILE)
             self.tensors = {name: block.cut(whole[name]).clone() for name, block in self.blocks.items()}
+        elif not (folder / FOLDER).is_dir():
+            raise BackendError(
+                f"{folder} has no moving average: the run that wrote it did not use --enable_ema",
+                try_this="without --enable_ema, or start over in another --ckpt_path",
+            )
         else:
             found = load_shards(folder / FOLDER, self.blocks)
             self.tensors = {name: found[f"{SLOT}/{name}"] for name in self.blocks}

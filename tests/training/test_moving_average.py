@@ -1,9 +1,11 @@
 """The moving average of a model in one process; test_fsdp.py and test_deepspeed.py have those of several."""
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
+from openrlhf.errors import BackendError
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.moving_average import MovingAverage
 from tests.tiny import make_model
@@ -37,3 +39,10 @@ def test_averages_of_version_1_0_are_resumed(tmp_path):
     average = MovingAverage(backend, 0.5)
     average.load(tmp_path)
     assert_close(average.tensors, saved)
+
+
+def test_a_checkpoint_without_an_average_is_rejected(tmp_path):
+    make_model(tmp_path / "model")
+    backend = LocalBackend(load_network(tmp_path / "model"), SETTINGS, CPU, learning_rate=RATE)
+    with pytest.raises(BackendError, match=r"has no moving average: .* Try: without --enable_ema"):
+        MovingAverage(backend, 0.5).load(tmp_path)
