@@ -12,6 +12,11 @@ def number_of_experts(config: PretrainedConfig) -> int:
     return next((number for name in NUMBERS if (number := getattr(text, name, None))), 0)
 
 
+def experts_per_token(config: PretrainedConfig) -> int | None:
+    """Return how many experts a router chooses for each token; None if the config does not say."""
+    return getattr(config.get_text_config(), "num_experts_per_tok", None)
+
+
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold the matrices of all experts of a layer, each kind in one tensor."""
 

@@ -57,6 +57,7 @@ class RoutedLayers:
             for layer in self.layers:
                 layer.replayed = None
             return
+        self._check_numbers(recorded)
         found = recorded.transpose(0, 1).long()  # [layers, tokens, k]
         if len(found) not in (len(self.layers), self.num_hidden_layers):
             raise BackendError(
@@ -68,6 +69,19 @@ class RoutedLayers:
         found = found.masked_fill(repeated, NOT_RECORDED)
         for place, layer in enumerate(self.layers):
             layer.replayed = found[place if len(found) == len(self.layers) else layer.number]
+
+    def _check_numbers(self, recorded: Tensor) -> None:
+        """Reject numbers of experts that do not exist, which would stop a GPU with an assertion in a kernel."""
+        experts = self.layers[0].experts
+        if not recorded.numel():
+            return
+        lowest, highest = torch.stack(recorded.aminmax()).tolist()
+        if highest >= experts or lowest < min(NOT_RECORDED, 0):
+            wrong = highest if highest >= experts else lowest
+            raise BackendError(
+                f"the engine reported expert {wrong}: expected numbers below {experts}, the number of experts",
+                try_this="without --router_replay",
+            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:

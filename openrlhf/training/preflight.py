@@ -19,7 +19,7 @@ from openrlhf.config.runtime import critic_model, uses_reference, uses_vllm
 from openrlhf.config.sections.model import LoadingFlags, ModelFlags
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
-from openrlhf.models.experts import number_of_experts
+from openrlhf.models.experts import experts_per_token, number_of_experts
 from openrlhf.models.liger import liger_knows
 from openrlhf.models.load import read_config
 from openrlhf.models.ring import check_ring
@@ -51,6 +51,12 @@ def check_models(config: TrainingConfig) -> None:
                 )
             if replays:
                 raise ConfigError(f"--router_replay: {name} has no experts", try_this="without --router_replay")
+        if role == "policy" and replays and experts_per_token(model) == 1:
+            raise ConfigError(
+                f"--router_replay: {name} chooses one expert for each token, so a token that the engine did not record"
+                " cannot be told from one of expert 0",
+                try_this="without --router_replay",
+            )
         if coef > AUX_ON and not balances_experts(config.model, model):
             if role == "policy":
                 raise ConfigError(

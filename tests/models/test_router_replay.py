@@ -141,3 +141,8 @@ def test_other_records_and_models_are_rejected() -> None:
     assert int(batch.input_ids.max()) < VOCAB
     with pytest.raises(BackendError, match="recorded experts of layer 0: expected"):
         network(replace(batch, routed_experts=random_experts(batch)[..., :1]), LogProbs)
+    for number in (200, -2):
+        experts = random_experts(batch)
+        experts[0, 0, 0, 0] = number
+        with pytest.raises(BackendError, match=f"the engine reported expert {number}: expected numbers below"):
+            network(replace(batch, routed_experts=experts), LogProbs)
