@@ -16,6 +16,7 @@ grouped matrix products. (Transformers' own plan for expert parallelism sends al
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +63,13 @@ def modules_to_divide(network: Network, size: int) -> list[nn.Module]:
             " modules of their own",
             try_this="--expert_parallel_size 1",
         )
+    for module in found:
+        if len(inspect.signature(type(module).forward).parameters) != 4:  # self, states, chosen experts, their weights
+            raise ConfigError(
+                f"--expert_parallel_size {size} cannot divide the experts of {type(network.decoder).__name__}: "
+                f"{type(module).__name__} does not take the experts of each token",
+                try_this="--expert_parallel_size 1",
+            )
     return found
 
 
