@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PretrainedConfig
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.forward import Network
 
 COLUMNS = {  # by name in a plan
@@ -42,6 +42,9 @@ STYLES: dict[str, ParallelStyle] = {**COLUMNS, **ROWS}
 WHOLE = "replicated_with_grad_allreduce"  # a norm of single heads, whose gradient is the sum over all heads
 IN_A_LAYER = re.compile(r"(^|\.)layers\.")
 FLAG = "--ds_tensor_parallel_size"
+CHECKED_STEPS = 3  # optimizer steps in which peers compare gradients; those of the first may be zero
+ROUNDING = 0.02  # relative difference of gradient norms up to which peers agree
+NEGLIGIBLE = 1e-6  # gradient norms below this share of the largest one are not compared
 
 
 def check_plan(config: PretrainedConfig, name: str, size: int) -> None:
@@ -93,6 +96,10 @@ class TensorParallel:
         self.size = size
         self.grid = device_grid(device.type, size)
         self.peers = self.grid["tensor"]
+        self.device = device
+        self.decoder = network.decoder
+        self.steps = 0
+        self.layers: list[nn.Module] = []  # that are split
         self.partial: list[nn.Module] = []  # modules whose parameters have a part of their gradient on each peer
         plan: dict[str, str] = network.decoder._tp_plan or {}
         named = network.decoder.named_modules()
@@ -100,6 +107,7 @@ class TensorParallel:
 
     def split(self, layer: nn.Module) -> None:
         """Keep this process's part of the matrices of a layer, which must have their weights."""
+        self.layers.append(layer)
         for module in list(layer.modules()):
             style = self.styles.get(module)
             if style == WHOLE:
@@ -130,10 +138,63 @@ class TensorParallel:
         """Add up the gradients of which each peer has a part; call once for each optimizer step."""
         for module in self.partial:
             for parameter in module.parameters():
-                gradient = parameter.grad
-                if gradient is not None:
-                    shard: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                    dist.all_reduce(shard, group=self.peers.get_group())
+                shard = _local_gradient(parameter)
+                if shard is not None:
+                    total = shard.to(self.device)  # a copy if gradients are in host memory, where NCCL cannot reduce
+                    dist.all_reduce(total, group=self.peers.get_group())
+                    if total is not shard:
+                        shard.copy_(total)
+        if self.steps < CHECKED_STEPS:
+            self._compare_gradients()
+        self.steps += 1
+
+    def _compare_gradients(self) -> None:
+        """Raise in all processes if peers have different gradients of a parameter that each of them holds whole.
+
+        A plan may omit parameters between a column-wise and a row-wise matrix. Each peer has only a part of their
+        gradient, so they would diverge.
+        """
+        named = self._replicated()
+        if not named:
+            return
+        zero = torch.zeros((), device=self.device)
+        shards = [_local_gradient(parameter) for _, parameter in named]
+        norms = [zero if shard is None else shard.to(self.device, torch.float32).norm() for shard in shards]
+        highest, lowest = torch.stack(norms), torch.stack(norms)  # [parameters]
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.peers.get_group())
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.peers.get_group())
+        excess = (highest - lowest) / highest
+        excess[highest <= NEGLIGIBLE * highest.max()] = 0.0
+        excess = excess.nan_to_num(0.0)  # gradients that overflowed; the loss scale handles them
+        dist.all_reduce(excess, dist.ReduceOp.MAX, group=self.grid["data"].get_group())
+        worst = int(excess.argmax())
+        if float(excess[worst]) > ROUNDING:
+            raise BackendError(
+                f"{FLAG} {self.size}: processes have different gradients of {named[worst][0]}, because the"
+                f" tensor-parallel plan of {self.decoder.config.get_text_config().model_type} omits it",
+                try_this=f"{FLAG} 1",
+            )
+
+    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the trained parameters of split layers that every peer holds and computes the gradient of."""
+        inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
+        inside -= {id(parameter) for module in self.partial for parameter in module.parameters()}
+        return [
+            (name, parameter)
+            for name, parameter in self.decoder.named_parameters()
+            if id(parameter) in inside and parameter.requires_grad and not _is_divided(parameter)
+        ]
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the part of a gradient that this process holds, as a view."""
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Return whether peers hold different parts of a parameter."""
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _without_numbers(name: str) -> str:
