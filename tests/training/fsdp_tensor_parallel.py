@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf.config.sections.training import ShardingFlags
+from openrlhf.errors import BackendError
+from openrlhf.models.forward import Network
 from openrlhf.training.fsdp import FsdpBackend
 from openrlhf.training.fsdp_shards import local_shard
 from openrlhf.types import Batch
+from tests.models.architectures import build
 from tests.training.deepspeed_cases import RATE, SETTINGS, of_rank, step_batches, train, train_average
 
 if TYPE_CHECKING:
@@ -68,6 +71,16 @@ def train_cases(worker: Worker) -> dict[str, Any]:
         worker.keep_weights(backend, f"split-{worker.ranks}-{name}")
         backend.export(worker.folder / f"export-split-{worker.ranks}-{name}")
     return results
+
+
+def omitted_case(worker: Worker) -> str:
+    """Train a model whose plan omits the parameters of its activation function; return the complaint."""
+    backend = FsdpBackend(Network(build("apertus")), SETTINGS, split(2), CPU, learning_rate=RATE)
+    try:
+        train(backend, [rows_of(worker, 2, 0)])
+    except BackendError as error:
+        return str(error)
+    return "trained"
 
 
 def resume_cases(worker: Worker) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from tests.training.deepspeed_cases import (
     step_scorer,
     train,
 )
-from tests.training.fsdp_tensor_parallel import average_cases, resume_cases, train_cases
+from tests.training.fsdp_tensor_parallel import average_cases, omitted_case, resume_cases, train_cases
 
 CPU = torch.device("cpu")
 SEVERAL = 8  # micro-batches
@@ -295,6 +295,7 @@ def main() -> None:
     results = {part.__name__: part() for part in parts}
     results["split"] = train_cases(worker)
     results["average"] = average_cases(worker)
+    results["omitted"] = omitted_case(worker)
     if worker.ranks == 2:
         results["split_resumed"] = resume_cases(worker)
     (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))

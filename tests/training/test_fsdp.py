@@ -280,6 +280,13 @@ def test_processes_that_divide_matrices_train_like_one_process(
     assert_same_weights(folder / f"split-{ranks}-{name}.safetensors", backend)
 
 
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_all_ranks_reject_a_plan_that_omits_parameters(ranks: int, results: dict[int, Any]) -> None:
+    for rank in results[ranks]:
+        assert "--ds_tensor_parallel_size 2: processes have different gradients of model.layers." in rank["omitted"]
+        assert "tensor-parallel plan of apertus omits it. Try: --ds_tensor_parallel_size 1" in rank["omitted"]
+
+
 @pytest.mark.parametrize("name", ["full-split", "full-whole", "lora-split", "whole-split"])
 def test_a_checkpoint_is_resumed_with_another_division(
     name: str, folder: Path, results: dict[int, Any], local: Local
