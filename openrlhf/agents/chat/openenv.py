@@ -40,7 +40,7 @@ class EnvironmentStep(NamedTuple):
     done: bool
 
 
-class Session(NamedTuple):
+class EnvironmentSession(NamedTuple):
     """A connection to the server and the frames that were read from it."""
 
     socket: ClientWebSocketResponse
@@ -112,7 +112,7 @@ class OpenEnvAgentExecutor(ChatExecutor):
                 http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST_ANSWER) as socket,
                 read_frames(socket) as frames,
             ):
-                session = Session(socket, frames)
+                session = EnvironmentSession(socket, frames)
                 step = await self._ask(session, "reset", read_arguments(task.label))
                 if step.done:
                     raise RolloutError(f"{self.url}: reset returned done, so the episode has no turn")
@@ -145,7 +145,7 @@ class OpenEnvAgentExecutor(ChatExecutor):
             "truncated": result.get("truncated", False) or not step.done,
         }
 
-    async def _ask(self, session: Session, kind: str, data: Mapping[str, object]) -> EnvironmentStep:
+    async def _ask(self, session: EnvironmentSession, kind: str, data: Mapping[str, object]) -> EnvironmentStep:
         """Send a message and return the environment's answer; raise InvalidAction or RewardError for an error."""
         from aiohttp import WSMsgType
 
