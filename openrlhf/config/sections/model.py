@@ -66,9 +66,9 @@ class ModelFlags(ServedModelFlags):
     use_liger_kernel: bool = flag(False, "Use the Liger package's fused kernels in every model (needs a GPU).")
     aux_loss_coef: float = flag(
         0.0,
-        "Weight of the mixture-of-experts load-balancing loss, over all tokens of an optimizer step; values up to 1e-8 "
-        "disable it. If a step has several micro-batches or ranks, each micro-batch costs one more forward pass, "
-        "without gradients.",
+        "Weight of the mixture-of-experts load-balancing loss, over all tokens of an optimizer step. If a step has "
+        "several micro-batches or ranks, each micro-batch costs one more forward pass, without gradients; values up to "
+        "1e-8 disable it.",
         NOT_NEGATIVE,
     )
 
