@@ -70,7 +70,7 @@ def engines_per_gpu(config: RLConfig) -> int:
     given = config.engines.vllm_engines_per_gpu
     if given or not has_gpu(config) or config.batches.full_determinism:
         return given or 1
-    memory, weights = shared_memory(), weight_bytes(config)
+    memory, weights = shareable_memory(), weight_bytes(config)
     if memory is None or weights is None:
         return 1
     try:
@@ -95,7 +95,7 @@ def has_gpu(config: RLConfig) -> bool:
     return config.model.device != "cpu" and torch.cuda.device_count() > 0  # counting does not initialise CUDA
 
 
-def shared_memory() -> int | None:
+def shareable_memory() -> int | None:
     """Return the bytes of the smallest GPU; None if nvidia-smi does not know, or if processes cannot share all GPUs."""
     command = ["nvidia-smi", "--query-gpu=memory.total,compute_mode,mig.mode.current", "--format=csv,noheader,nounits"]
     try:

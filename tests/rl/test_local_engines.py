@@ -49,7 +49,7 @@ def config(tmp_path, models):
 def gpu(monkeypatch):
     """A machine with a GPU of 80 GiB, as far as the choice can see."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(local_engines, "shared_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(local_engines, "shareable_memory", lambda: 80 * GIB)
     monkeypatch.setattr(local_engines, "start_mps", Clients)
     monkeypatch.setattr(local_engines.os, "sched_getaffinity", lambda _: range(8))
 
