@@ -4,6 +4,7 @@
 are torch and Transformers imported.
 """
 
+import gc
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -73,6 +74,7 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
             f"the package {error.name} is not installed",
             try_this=f"{install_command(package=error.name)} (openrlhf doctor lists what is missing)",
         ) from error
+    gc.freeze()  # the collection before training then skips all imported objects, which take 0.3 s
     with interrupt_on_signals():
         return work(config, sinks=sinks) if trains and not is_dry else work(config)
 

@@ -32,6 +32,7 @@ def process_state_restored() -> Iterator[None]:
             logging.enable_progress_bar()
         if hub_shows_bars:
             enable_progress_bars()
+        gc.unfreeze()  # an error may have kept `present_objects_frozen` from doing so
         gc.collect()  # models may be in reference cycles
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
