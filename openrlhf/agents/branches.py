@@ -2,8 +2,8 @@
 
 Such an episode is not one growing sequence of tokens, so `execute` returns a list of results, one for each sequence.
 They share the reward of the last one and count as one sample of the group: `Trajectory.episode` says which belong
-together. Baselines and other statistics are over episodes (`episode_numbers`, `last_of_episodes`), and each trajectory
-of an episode gets the episode's advantage.
+together. Baselines and other statistics are computed over episodes (`episode_numbers`, `last_of_episodes`), and each
+trajectory of an episode gets the episode's advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from openrlhf.errors import RolloutError
 from openrlhf.types import Trajectory
 
-SHARED = ("reward", "scores")  # keys of the last result that hold for all
+SHARED = ("reward", "scores")  # keys of the last result that apply to all trajectories
 
 
 def read_episode(

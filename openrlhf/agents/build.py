@@ -85,7 +85,7 @@ def reward_source(rewards: RewardFlags, *, in_lockstep: bool) -> FileRewards | S
             pool,
             stop_at_failure=rewards.on_reward_error == "stop",
             batch_groups=rewards.reward_batch_groups,
-            slots=math.inf if in_lockstep else None,  # calls then do not depend on the speed of earlier ones
+            slots=math.inf if in_lockstep else None,  # earlier calls then do not affect grouping
         )
     if rewards.reward_servers:
         key = rewards.reward_api_key or None

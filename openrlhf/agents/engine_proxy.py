@@ -3,8 +3,8 @@
 Each episode has its own proxy, because the trainer counts, seeds and replays requests per episode. However, an executor
 may keep the first proxy it gets, in an attribute or in a server with its own thread, and use it for all later episodes.
 Such a request is assigned to the episode whose code makes it. In a server's thread, that episode is unknown, so the
-request is matched by its tokens: it continues the episode whose tokens it starts with, or starts an episode without
-requests. Episodes of the same prompt are interchangeable until their first request, so any of them may be chosen.
+request is matched by its tokens: it continues the episode whose tokens it starts with, or it is the first request of an
+episode. Episodes of the same prompt are interchangeable until their first request, so any of them may be chosen.
 """
 
 from __future__ import annotations

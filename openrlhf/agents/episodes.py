@@ -1,7 +1,7 @@
 """Executor for agent files: runs each sample of a prompt as an episode in a worker process.
 
-The pool runs the user's code; the dict it returns is validated and converted to a `Trajectory`, a list of dicts to
-several (`branches`).
+The pool runs the user's code. The dict that it returns is validated and converted to a `Trajectory`; a list of dicts
+becomes several trajectories (`branches`).
 """
 
 from __future__ import annotations

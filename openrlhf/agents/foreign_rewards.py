@@ -38,7 +38,7 @@ def must_be_ours(function: Callable[..., object], name: str) -> None:
 
 
 def trl_call(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return a call with keywords, as TRL makes it; our labels become the first dataset column that it requires."""
+    """Return the source of a call in TRL's form; our labels are passed as the first dataset column that it requires."""
     arguments = ["prompts=prompts"] if "prompts" in parameters else []
     arguments.append(f"completions=[{RESPONSE} for query, prompt in zip(queries, prompts)]")
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -49,6 +49,6 @@ def trl_call(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def verl_call() -> str:
-    """Return a list with one call per sample, as verl makes them."""
+    """Return the source of a list with one call per sample, in verl's form."""
     samples = "for query, prompt, label in zip(queries, prompts, labels)"
     return f'[{{name}}(data_source="", solution_str={RESPONSE}, ground_truth=label) {samples}]'

@@ -35,7 +35,7 @@ class RemotePool(Protocol):
 
     @property
     def share(self) -> int:
-        """Number of processes that it takes over from the pool on this node; 0 if it has processes of its own."""
+        """Number of processes that it takes over from the pool on this node; 0 if it has its own."""
         ...
 
     async def call(
@@ -46,7 +46,7 @@ class RemotePool(Protocol):
 
 
 class PoolLost(Exception):
-    """The death of a pool on another node; not a DeathError, because the engine that a call waits for may die too."""
+    """A pool on another node died. Not a DeathError: that means that the engine died during a call."""
 
 
 class NodePools:
@@ -63,7 +63,7 @@ class NodePools:
         return sum(pool.capacity for pool in self.running)
 
     async def add(self, pools: Sequence[RemotePool]) -> None:
-        """Use the pools of other nodes, except those on which a call fails that worked on this node.
+        """Add the pools of other nodes, except those that fail on a call that succeeded on this node.
 
         User code may depend on this node: on a file, a package or a service that other nodes lack.
         """
@@ -75,14 +75,14 @@ class NodePools:
             say(f"{self.local.spec.name} runs on {len(self.running)} nodes")
 
     def _share_processes(self, count: int) -> None:
-        """Leave this many of the processes on this node to another one, or take them back if it is negative."""
+        """Give `count` of this node's processes to another node; a negative count takes them back."""
         limits = self.local.limits
         self.local.limits = replace(limits, processes=limits.processes - count)
 
     async def _try(self, pool: RemotePool) -> bool:
-        """Repeat a call that succeeded on this node in a pool; report a failure, or other rewards.
+        """Repeat in a pool a call that succeeded on this node; report a failure or different rewards.
 
-        An episode gets the same completions and may then go on differently, because environments may be random.
+        An episode gets the same completions, but may still continue differently, because environments may be random.
         """
         if self.worked is None:
             return True
@@ -106,7 +106,7 @@ class NodePools:
             say(f"{loss}: this node is not used for {self.local.spec.name}")
             return False
         if isinstance(given, RewardInput) and repr(there.result) != repr(here.result):  # NaN does not equal itself
-            say(f"{self.local.spec.name} returns other rewards in {pool} than here: this node is not used")
+            say(f"{self.local.spec.name} returns different rewards in {pool} than here: this node is not used")
             return False
         return True
 
@@ -139,7 +139,7 @@ class NodePools:
 
 
 class NoMoreCompletions(Exception):
-    """An episode that is repeated with known completions has made more requests than there are."""
+    """A repeated episode has made more requests than there are recorded completions."""
 
 
 class KeptAnswers:

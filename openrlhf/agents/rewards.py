@@ -28,7 +28,7 @@ CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 class FileRewards:
     """Rewards from the reward_func in a .py file or from a Python function, which is called with one or more groups.
 
-    `slots` is the number of calls that start before ready groups wait for each other (default: those that the pools run
+    `slots` is the number of calls that start before ready groups wait for each other (default: as many as the pools run
     at a time). It is unused if `batch_groups`, the maximum number of groups in a call, is 1.
     """
 

@@ -223,7 +223,7 @@ def spread_temperatures(
 def spread_experts(length: int, turns: Sequence[Turn]) -> NDArray[np.int16] | None:
     """Return the experts of the first `length` tokens of an episode, [length, layers, k]; None if none are reported.
 
-    A completion reports those of its prompt too, so a turn also tells the experts of observations before it. They are
+    A completion also reports the experts of its prompt, and so those of the observations before a turn. They are
     ignored if the prompt was not the episode up to that turn.
     """
     spread: NDArray[np.int16] | None = None

@@ -158,8 +158,8 @@ class ChatEpisode:
             content, calls = self.find_calls(text, len(self.outputs))
         except Exception as error:  # the user's code may raise anything
             raise RolloutError(
-                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}: expected it to return"
-                " calls that it cannot parse as text"
+                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}: expected"
+                " it to return malformed calls as text"
             ) from error
         return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
@@ -192,7 +192,7 @@ class ChatExecutor(EpisodeExecutor):
 
     def open_chat(self, task: EpisodeTask, calls: FindCalls = find_calls) -> ChatEpisode:
         """Open an episode with the turn limit and chat template of this executor."""
-        from openrlhf.data.templates import Chat  # imports transformers, which would delay the loading of agent files
+        from openrlhf.data.templates import Chat  # imported late: transformers would delay the loading of agent files
 
         flags, tokenizer = self.template, task.tokenizer
         if flags.tokenizer_chat_template is None and not tokenizer.chat_template:

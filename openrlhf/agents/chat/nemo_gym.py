@@ -39,7 +39,7 @@ Item: TypeAlias = dict[str, Json]  # item of a Responses object
 class GymRow:
     """A NeMo Gym row, with the fields of its responses_create_params that are used here."""
 
-    content: dict[str, object]  # the whole row, which the server gets back
+    content: dict[str, object]  # the whole row, which is sent back to the server
     input: object  # text, or a list of messages
     tools: list[object]  # in the flat format of the Responses API
     tool_choice: object
@@ -91,7 +91,7 @@ class NemoGymAgentExecutor(ChatExecutor):
         return {**episode.result(), "reward": verified["reward"], "extra_logs": {"tool_calls": calls}}
 
     async def _play(self, http: ClientSession, row: GymRow, episode: ChatEpisode) -> list[Item]:
-        """Run turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
+        """Run turns until one is truncated or calls no tool, or until the episode is full; return Responses items."""
         try:
             messages = read_chat([{"role": "user", "content": row.input}] if isinstance(row.input, str) else row.input)
         except DataError as error:
@@ -113,7 +113,7 @@ class NemoGymAgentExecutor(ChatExecutor):
                 text = f"there is no tool {name}"
                 # Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
                 if any(tool["function"]["name"] == name for tool in tools):
-                    # The policy reads the text of an error status, too.
+                    # The policy also reads the body of an error response.
                     _, text = await self._post(http, f"/{name}", call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": number, "content": text})
                 item: Item = {"type": "function_call_output", "id": f"fco_{number}", "status": "completed"}

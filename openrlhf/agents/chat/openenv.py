@@ -1,8 +1,8 @@
 """Executor for environments of OpenEnv: each episode is a session of an environment server, over a WebSocket.
 
-The server, which has the package openenv, runs in a process or container of its own. The executor connects to URL/ws
+The server, which has the package openenv, runs in its own process or container. The executor connects to URL/ws
 and sends `reset` with the label, then `step` with each turn of the policy as the action. Observations are the user
-messages. It speaks the protocol itself, so the trainer's environment needs only aiohttp.
+messages. The executor implements the protocol itself, so the trainer's environment needs only aiohttp.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ class OpenEnvAgentExecutor(ChatExecutor):
 async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.Queue[WSMessage]]:
     """Read a socket in the background and yield the queue of its frames; the last one says that it is closed.
 
-    aiohttp answers the server's pings only while somebody reads, and the server closes a connection that does not
-    answer them. A turn of the policy may take longer than that.
+    aiohttp answers the server's pings only while the socket is being read, and the server closes a connection that does
+    not answer. A turn of the policy may take longer than the server waits.
     """
     frames: asyncio.Queue[WSMessage] = asyncio.Queue()
 
@@ -204,7 +204,7 @@ async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.
 
 
 def read_arguments(label: object) -> dict[str, object]:
-    """Return the arguments of `reset` from a label: an object, a whole number, either as JSON text, or nothing."""
+    """Return the arguments of `reset` from a label: an object, a whole number, JSON text of either, or nothing."""
     if label in (None, ""):
         return {}
     try:

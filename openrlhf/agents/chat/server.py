@@ -104,7 +104,7 @@ class ChatServer:
         return web.json_response({"count": len(ids), "max_model_len": episode.task.max_length, "tokens": ids})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer chat requests, one at a time per episode; record every error except that the episode is full."""
+        """Answer chat requests, one at a time per episode; record every error except EpisodeFull."""
         episode = self._find_episode(request)
         try:
             body = await read_json(request)

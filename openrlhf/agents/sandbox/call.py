@@ -64,7 +64,7 @@ class Call:
     answer: asyncio.Future[Json]
     failures: int = 0  # crashes and timeouts that this call caused
     unexplained: int = 0  # crashes of its process with unknown cause
-    alone: bool = False  # True after it crashed a process: the next one runs only this call
+    alone: bool = False  # True after the call crashed a process: it is retried in a process without other calls
     expired: CallFailure | None = None  # set when the call exceeds its deadline
     engine_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # an episode makes one request at a time
     requests: dict[int, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)  # by number

@@ -94,7 +94,7 @@ class FileLoaded:
     """The user's file has been loaded; the worker now accepts calls."""
 
     max_calls: int | None  # concurrent calls; None: no limit
-    uses_threads: bool  # each call runs in a thread of its own, so the running call is not reported
+    uses_threads: bool  # each call has its own thread, so the running call is not reported
 
 
 @dataclass(frozen=True)

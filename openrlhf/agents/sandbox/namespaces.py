@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from openrlhf.agents.sandbox import linux
 
-UNPRIVILEGED = 65534  # user that programs run as if the server is root: RLIMIT_NPROC does not limit root
+UNPRIVILEGED = 65534  # programs run as this user if the server is root, because RLIMIT_NPROC does not limit root
 ROOT_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")

@@ -54,7 +54,7 @@ class Pool:
         self.thread.start()
 
     def start(self) -> None:
-        """Load the file in a first process, which also says how many calls a process takes.
+        """Load the file in a first process, which reports how many calls a process can run.
 
         Raise ConfigError if the file cannot be used.
         """
@@ -178,8 +178,8 @@ class Pool:
             shares = self.max_calls == math.inf or not any(other.unexplained for other in worker.calls.values())
             return len(worker.calls) if shares else math.inf
 
-        # A call that may have crashed a process shares none. Episodes always do: in one process, the engine generates
-        # only when all of them wait for it, so none may be queued.
+        # A call that may have crashed a process gets its own. Episodes always share processes, so that none is queued:
+        # in a run in one process, the engine generates only when all episodes wait for it.
         most = 1 if call.unexplained and self.max_calls < math.inf else self.max_calls
         open_workers = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.killed)]
         worker = min(open_workers, key=load, default=None)

@@ -1,6 +1,6 @@
 """Trainer-side handle of a fork server: start it under the chosen isolation, run one program at a time, stop it.
 
-The server's process gets a clean environment and, if the kernel allows it, a control group of its own. Namespaces are
+The server's process gets a clean environment and, if the kernel allows it, its own control group. Namespaces are
 entered by the server itself; bubblewrap is a command that starts it.
 """
 

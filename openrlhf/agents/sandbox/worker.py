@@ -200,7 +200,7 @@ def select_keys(result: Mapping[str, object]) -> dict[str, messages.Json]:
 
 
 class ProcessWorker(Worker):
-    """Worker in a process of its own, which exchanges messages with the trainer over sockets."""
+    """Worker in its own process; it exchanges messages with the trainer over sockets."""
 
     def __init__(self, replies: socket.socket) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class ProcessWorker(Worker):
 
 
 async def call_in_thread(function: Callable[[], object]) -> object:
-    """Call a function in a new thread; if it hangs, the thread does not keep its process from ending."""
+    """Call a function in a new thread, which does not keep the process from exiting if it hangs."""
     outcome: Future[tuple[object, BaseException | None]] = Future()
     outcome.set_running_or_notify_cancel()  # the thread may set the outcome even after the caller was cancelled
 
@@ -256,7 +256,7 @@ def describe_exception(call: int | None, error: BaseException, file: str) -> mes
 
 
 def describe_place(frame: traceback.FrameSummary) -> str:
-    """Return file and line; for a notebook, whose cells have file names of their own, only the line."""
+    """Return file and line; only the line in a notebook, whose cells have generated file names."""
     if "ipykernel_" in frame.filename or "<ipython-input" in frame.filename:
         return f"line {frame.lineno} of its notebook cell"
     return f"{frame.filename}:{frame.lineno}"
