@@ -105,7 +105,7 @@ def train_ppo(*, on_step: OnStep | None = None, **keywords: object) -> TrainResu
 
     `reward` is a function `(queries, prompts, labels)`, sync or async, that returns one reward per query; `agent` is a
     subclass of `AgentInstanceBase`, an executor or a function. Both may also be files or, for a reward, addresses.
-    Objects run in a thread of this process; files run in processes of their own, which survive crashes.
+    Objects run in a thread of this process; files run in separate processes, so a crash does not end the run.
 
     >>> def brevity(queries, prompts, labels):
     ...     return [-len(query) for query in queries]

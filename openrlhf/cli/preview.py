@@ -9,7 +9,7 @@ from openrlhf.config.preview import PREVIEWED, parse_preview
 
 USAGE = f"""openrlhf preview COMMAND [the command's flags] [--rows N]
 
-Put `preview` in front of a command line to see its data before you train: rendered rows with the learned text marked,
+Put `preview` in front of a command line to see its data before you train: rendered rows with the trained text marked,
 lengths, totals and warnings. It loads the tokenizer and the data, but no model.
 
 Commands: {", ".join(PREVIEWED)}

@@ -1,4 +1,4 @@
-"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or a launcher's."""
+"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or under a launcher."""
 
 from openrlhf.cli.entry import make_main
 

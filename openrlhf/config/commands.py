@@ -191,7 +191,7 @@ class RLConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRLConfig(RLConfig):
-    r"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or a launcher's.
+    r"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or under a launcher.
 
     openrlhf train_ppo --pretrain ./sft --prompt_data ./prompts.jsonl --input_key question --label_key answer \
         --apply_chat_template --remote_rm_url ./reward.py --advantage_estimator group_norm --n_samples_per_prompt 8 \

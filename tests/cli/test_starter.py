@@ -99,7 +99,7 @@ def test_without_an_output_the_file_goes_to_stdout_and_the_rest_to_stderr(capsys
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["advantage_estimator"] == "group_norm"
     assert printed.err == (
-        "openrlhf: ./reward.py is yours to write; openrlhf init grpo --output run.yaml writes one to start from\n"
+        "openrlhf: you write ./reward.py; openrlhf init grpo --output run.yaml writes one to start from\n"
     )
 
 

@@ -33,7 +33,7 @@ def run(config: InitConfig) -> None:
     if flags.output is None:
         sys.stdout.write(yaml_text(starter, "run.yaml"))
         if code:
-            say(f"./{code[0]} is yours to write; openrlhf init {flags.task} --output run.yaml writes one to start from")
+            say(f"you write ./{code[0]}; openrlhf init {flags.task} --output run.yaml writes one to start from")
         return
     path = Path(flags.output).expanduser()
     placed = {name: beside(path, file) for name, (file, _) in SKELETONS.items() if name in starter.values}
@@ -68,7 +68,7 @@ def yaml_text(starter: Starter, path: str) -> str:
     lines = [
         f"# {starter.what}.",
         "#",
-        f"#   {call} --dry_run    # tries flags, data and reward, and loads no model",
+        f"#   {call} --dry_run    # checks flags, data and reward without loading a model",
         f"#   {call}",
         "#",
         f"# A row of the dataset: {starter.rows}",

@@ -116,8 +116,8 @@ class EngineFlags:
     max_restarts: int = flag(1, "How many times a dead engine is restarted before the run stops.", NOT_NEGATIVE)
     engine_timeout: float = flag(
         1800.0,
-        "Seconds without a new token, or for one weight load, after which an engine counts as hung. An engine in a "
-        "process of its own is restarted; otherwise the run ends.",
+        "Seconds without a new token, or for one weight load, after which an engine counts as hung. An engine in a"
+        " separate process is restarted; otherwise the run ends.",
         POSITIVE,
     )
     sync_check_every: int = flag(
