@@ -1,7 +1,7 @@
 """Turn this process into a Ray driver: join a running cluster, or start a private Ray that ends with the run.
 
 A private Ray has its own token, temporary folder and processes on this machine only, so that several runs on a machine
-do not interfere. `session` opens it with `joined`.
+do not interfere. `session` calls `joined`.
 """
 
 from __future__ import annotations

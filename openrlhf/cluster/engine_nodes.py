@@ -55,7 +55,7 @@ async def start_on_nodes(
 async def end_with_peers(process: Process[EngineWorker], running: Sequence[asyncio.Future[None]]) -> None:
     """Wait until a peer ends, and end what is left of the engine: it may wait for that peer forever."""
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    ended_first = False  # then the callers of the engine report why
+    ended_first = False  # if True, the engine's callers report why
     try:
         async with asyncio.timeout(SECONDS_TO_ANSWER):
             await process.within(None).call(EngineWorker.ping)

@@ -17,7 +17,7 @@ from openrlhf.errors import ConfigError, counted
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine, on devices of its own or on those of a group; consecutive engines may share their devices."""
+    """One engine, on its own devices or on those of a group; consecutive engines may share their devices."""
 
     number: int
     devices: int  # over all its nodes
@@ -37,7 +37,7 @@ class EnginePlan:
 
     @property
     def place(self) -> int:
-        """Index of its device block, which in a shared group is ranks [place * devices, (place + 1) * devices)."""
+        """Index of its device block; in a shared group, the block is ranks [place * devices, (place + 1) * devices)."""
         return self.number // self.per_gpu
 
     @property

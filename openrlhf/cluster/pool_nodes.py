@@ -2,12 +2,12 @@
 
 `ProcessStarter.start_pools` starts a `PoolNode` on each of them: an actor without devices, whose `Pool` has the node's
 share of --reward_processes. The driver calls it through a `NodePool`. The driver also sends the requests of an agent to
-the engines. An actor cannot call the driver, so a call returns at each request, and goes on with its answer:
+the engines. An actor cannot call the driver, so a call returns at each request and continues with the answer:
 
     driver                                            actor on another node
     NodePool.call     EpisodeInput  -- start_call --> Pool.call -> the agent asks the engine
                       Request       <----------------
-    generate          Completion    -- answer ------> the agent goes on
+    generate          Completion    -- answer ------> the agent continues
                       CallResult    <----------------
 """
 
@@ -38,7 +38,7 @@ Event: TypeAlias = Request | CallResult | CallFailure  # what a call returns to 
 
 @dataclass(frozen=True)
 class PoolFiles:
-    """What the driver tells a node about its files."""
+    """The driver's files: a node must have the same code, and gets the tokenizer."""
 
     digest: str | None  # checksum of the user's file
     folder: str  # working directory
@@ -77,7 +77,7 @@ class PoolNode:
     async def start_call(self, number: int, given: RewardInput | EpisodeInput, *, retries: int) -> Event:
         """Start a call; return its first request to the engine, or its outcome.
 
-        A failure is returned, because Ray would wrap an exception in one of its own.
+        A failure is returned, because Ray would wrap an exception in its own class.
         """
         call = self.calls[number] = OpenCall()
         call.task = asyncio.ensure_future(call.run(self.pool, given, retries))

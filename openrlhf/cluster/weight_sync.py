@@ -18,7 +18,7 @@ from openrlhf.rollout.group_sync import CHANNEL_TIMEOUT, LOOPBACK, Receiving
 
 @dataclass(frozen=True)
 class PolicyRanks:
-    """The ranks of the policy as senders.
+    """The policy's ranks as senders of its weights.
 
     With CUDA IPC, each rank sends to the engine workers on its GPU. Otherwise the first rank of each node sends to a
     part of the engines, so that all nodes' network cards take part; every rank has all weights while they are gathered.
@@ -62,7 +62,7 @@ class PolicyRanks:
         return chosen
 
     async def send(self, version: int, *, verify: bool) -> Checksums:
-        """Let every rank take part: those without a channel help to gather the weights."""
+        """Send the weights. Every rank takes part; those without a channel only help to gather."""
         calls = (process.call(ModelWorker.send, version, verify) for process in self.group.processes)
         sent = await self.group.watch.guard(asyncio.gather(*calls))
         return next(sums for sums in sent if sums or not verify)

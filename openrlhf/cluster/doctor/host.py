@@ -76,7 +76,7 @@ def disk_findings() -> Iterator[Diagnosis]:
 
 
 def port_findings() -> Iterator[Diagnosis]:
-    """Yield whether this process may listen, and whether something occupies Ray's port."""
+    """Check that this process may listen on a port, and that Ray's port is free."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
             yield Diagnosis(AREA, "loopback", "can listen on 127.0.0.1")
