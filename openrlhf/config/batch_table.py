@@ -1,6 +1,6 @@
 """The table of batch sizes that training commands print at start-up, so that you can check them.
 
-Each line shows a derived number and how it follows from the flags; `api/start.py` prints the table.
+Each line shows a derived number and how it was computed from the flags; `api/start.py` prints the table.
 """
 
 from dataclasses import dataclass

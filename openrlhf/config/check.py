@@ -213,13 +213,13 @@ DATA_RULES = frozenset(
 
 
 def check_data(config: C, tell: Callable[[str], None] = say) -> C:
-    """Apply only the rules that concern the data: a preview needs no GPU, reward, extra or place for the output."""
+    """Apply only the rules that concern the data: a preview needs no GPU, reward, extra or output folder."""
     common.data_flags_are_given(config)
     return apply_rules(config, [rule for rule in RULES[type(config)] if rule in DATA_RULES], tell)
 
 
-# Rules about data, files and installed packages, which a plan for another machine does not need; and about the
-# processes of this launch, because a plan counts its own.
+# A plan may be for another machine, so it skips the rules about data, files, installed packages and the processes of
+# this launch.
 NOT_FOR_PLANS = frozenset(
     {
         *TEMPLATE,

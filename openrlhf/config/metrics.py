@@ -4,8 +4,8 @@
 Upstream's names are kept, so that existing dashboards work. Some of them differ between commands for the same thing;
 every command then also logs a common name (`loss_mean`, `eval_loss`, `acc_mean`).
 
-A name may contain a field in braces, such as `eval_{dataset}_reward`. Reward functions and agents add metrics of their
-own with `extra_logs`; those are logged under the names that they choose.
+A name may contain a field in braces, such as `eval_{dataset}_reward`. Reward functions and agents add more metrics with
+`extra_logs`, under names that they choose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Metric:
     healthy: str
 
     def matches(self, name: str) -> bool:
-        """Return whether this is the metric of that name, in which fields in braces have values."""
+        """Return whether a logged name is that of this metric, with values for the fields in braces."""
         pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(self.name))
         return re.fullmatch(pattern, name) is not None
 
@@ -103,7 +103,7 @@ HEALTHY_UTILIZATION = "0.3 to 0.5 with large models and full micro-batches, less
 OPTIMIZER = (
     train("lr", SUPERVISED, "Learning rate of the step.", "Follows --lr_scheduler; 0 in the first step of a warm-up."),
     train("grad_norm", SUPERVISED, "Norm of the gradient before clipping.", "Steady; --max_norm limits the update."),
-    train("loss_scale", SUPERVISED, "Factor on the loss in fp16.", "Rarely changes."),
+    train("loss_scale", SUPERVISED, "Loss scale in fp16.", "Rarely changes."),
     train("skipped_steps", SUPERVISED, "Optimizer steps skipped because fp16 gradients overflowed.", "A few."),
     train("mfu", SUPERVISED, UTILIZATION, HEALTHY_UTILIZATION),
     *(
@@ -112,7 +112,7 @@ OPTIMIZER = (
         for metric in (
             train(f"{prefix}_lr", RL, f"Learning rate of the {model}.", "Follows its schedule; above 0 from step 1."),
             train(f"{prefix}_grad_norm", RL, f"Norm of the {model}'s gradient before clipping.", "Steady."),
-            train(f"{prefix}_loss_scale", RL, f"Factor on the {model}'s loss in fp16.", "Rarely changes."),
+            train(f"{prefix}_loss_scale", RL, f"Loss scale of the {model} in fp16.", "Rarely changes."),
             train(f"{prefix}_skipped_steps", RL, f"Steps of the {model} skipped in fp16.", "A few."),
             train(f"{prefix}_mfu", RL, UTILIZATION.replace("training", f"training the {model}"), HEALTHY_UTILIZATION),
         )
@@ -132,14 +132,14 @@ REWARDS = (
         "group_reward_std",
         RL,
         "Mean standard deviation of the rewards of a prompt's samples.",
-        "Above 0: it is what group estimators learn from. It falls when a task is solved.",
+        "Above 0: group estimators learn from this spread. It falls when a task is solved.",
     ),
     train("rollout/reward_std", RL, "Standard deviation of all rewards of the rollout.", "Above 0."),
     train("rollout/reward_max", RL, "Highest reward of a sample of the rollout.", "Above the mean."),
     train(
         "rollout/equal_groups",
         RL,
-        "Share of prompts whose samples all got the same reward; they teach group estimators nothing.",
+        "Share of prompts whose samples all got the same reward, from which group estimators learn nothing.",
         "Below 0.5; --dynamic_filtering replaces such prompts.",
     ),
     train("rollout/failures", RL, "Samples that failed and were skipped (--on_reward_error skip).", "Absent."),
@@ -148,7 +148,7 @@ REWARDS = (
         "dynamic_filtering_pass_rate",
         RL,
         "Percentage of generated groups that --dynamic_filtering kept.",
-        "Above 30; below, most of the generation is thrown away.",
+        "Above 30; below that, most of the generation is wasted.",
     ),
     train(
         "rollout/aborted_groups",
@@ -217,7 +217,7 @@ POLICY = (
     train(
         "staleness",
         RL,
-        "Weight versions between the policy that sampled and the one that trains, of the oldest sample.",
+        "Age of the oldest sample in weight versions: how many updates separate its generation from training on it.",
         "0 in synchronous runs, otherwise at most --async_queue_size or, with oversampling, --max_staleness.",
     ),
 )
@@ -226,7 +226,7 @@ ROLLOUT_TIMES = (
     train(
         "timing/engines_busy",
         RL,
-        "Share of the time of generation in which an engine has work, averaged over engines.",
+        "Share of the generation time during which an engine has work, averaged over engines.",
         "Near 1. Lower: few long responses keep a rollout open, or agents and rewards are slow.",
     ),
     train("timing/sample_p50", RL, "Median seconds of a sample, with the turns of its environment.", "Steady."),
@@ -240,8 +240,8 @@ ROLLOUT_TIMES = (
     train(
         "timing/reward_mean",
         RL,
-        "Mean seconds of a call for rewards: of a function or server for the samples of a prompt, or of reward models "
-        "that filter. Agents give rewards within their samples.",
+        "Mean seconds of a reward call: a call of the reward function or server, or of reward models that filter"
+        " groups. With an agent, rewards are part of the sample's time.",
         "Far below timing/sample_p50.",
     ),
     train("timing/reward_max", RL, "Seconds of the slowest of these calls.", "Below timing/sample_p50."),
@@ -260,7 +260,7 @@ ROLLOUT_TIMES = (
     train(
         "staleness_mean",
         RL,
-        "Weight versions between the policy that sampled and the one that trains, mean over the samples.",
+        "Mean age of the samples in weight versions; see staleness.",
         "At most staleness.",
     ),
 )

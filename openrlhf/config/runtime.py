@@ -116,7 +116,7 @@ def reference_is_base(config: DPOConfig | KTOConfig | RLConfig) -> bool:
 
 
 def loads_reference(config: RLConfig) -> bool:
-    """Return True if the reference is a model of its own; the policy's base has to be in the same processes."""
+    """Return True if the reference is a separate model; a shared one must be in the policy's processes."""
     placement = config.placement
     together = resolve_runtime(config) == "local" or placement.colocate_all_models or placement.colocate_actor_ref
     return uses_reference(config) and not (together and reference_is_base(config))

@@ -50,7 +50,7 @@ SUGGESTIONS = (
     Suggestion("data data_path dataset_name dataset_dir train_data train_file train_files", "dataset prompt_data"),
     Suggestion("prompts prompt_dataset", "prompt_data dataset"),
     Suggestion("validation_file eval_file eval_data val_data val_files test_file", "eval_dataset"),
-    Suggestion("val_size validation_split", "eval_dataset", "rows of their own; none are split off the training data"),
+    Suggestion("val_size validation_split", "eval_dataset", "separate rows; none are split off the training data"),
     Suggestion("interleave_probs mix_strategy", "dataset_probs prompt_data_probs"),
     Suggestion("mask_history", "multiturn", "without it, only the last turn is learned"),
     Suggestion("train_on_prompt", "pretrain_mode", "learns every token of plain text"),
@@ -245,7 +245,7 @@ def suggest(name: str, flags: Collection[str]) -> Suggested | None:
 
 
 def suggest_choice(flag: str, given: str, choices: Sequence[str]) -> str | None:
-    """Return what to write instead of `--flag given`: the words for a value used elsewhere, or a similar choice."""
+    """Return a replacement for `--flag given`: our words for a value used elsewhere, or a similar choice."""
     value = without_separators(given)
     if value in CHOICES.get(flag, {}):
         return CHOICES[flag][value]

@@ -1,4 +1,4 @@
-"""Errors about flags and values that a command does not have: each says what to write instead.
+"""Errors about unknown flags and values, each with a suggestion of what to write instead.
 
 All unknown flags of a command line are reported together, because a user who comes from another framework often has
 several of them. `suggestions.py` has the names that other frameworks use.

@@ -1,6 +1,6 @@
 """Worker groups: the sets of models that share processes, and the devices of each, as functions of the flags.
 
-`cluster/placement.py` places the groups on nodes, and `workload.py` adds up what each of them holds.
+`cluster/placement.py` places the groups on nodes, and `workload.py` adds up their contents.
 """
 
 from collections.abc import Mapping

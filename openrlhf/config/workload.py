@@ -1,4 +1,4 @@
-"""What a run loads and computes, in plain numbers that follow from its flags: the input of a plan (`openrlhf/plan`).
+"""The models, devices and sizes of a run as plain numbers, derived from its flags: the input of `openrlhf/plan`.
 
 Lengths are the longest that the flags allow. Real data is shorter, so figures that depend on them are upper bounds.
 """

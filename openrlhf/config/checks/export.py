@@ -6,7 +6,7 @@ from openrlhf.config.checks.paths import looks_local, must_be_writable
 from openrlhf.config.commands import ExportConfig, TrainingConfig
 from openrlhf.errors import ConfigError
 
-MODEL_FILES = ("config.json", "adapter_config.json", "model.gguf")  # by which a folder is recognised
+MODEL_FILES = ("config.json", "adapter_config.json", "model.gguf")  # a folder with one of these holds a model
 
 
 def repository_name_is_valid(config: TrainingConfig | ExportConfig) -> None:

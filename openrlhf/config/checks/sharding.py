@@ -28,7 +28,7 @@ def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict
 
 
 def local_backend_is_one_process(config: TrainingConfig) -> None:
-    """Reject --backend local with several processes, which would each train a model of their own."""
+    """Reject --backend local with several processes, each of which would train a separate model."""
     if config.sharding.backend != "local":
         return
     most = max(model_processes(config, frozen=True).values())

@@ -123,7 +123,7 @@ RL = rows(
     ),
     (
         "ref_reward_offload",
-        "without a reward model or a reference of its own (with LoRA, it is the policy without its adapters)",
+        "without a reward model or a separate reference (with LoRA, the reference is the policy without its adapters)",
         lambda c: not (loads_reference(c) or c.rewards.scored_by_models),
     ),
 )
