@@ -1,8 +1,8 @@
 """Run a coroutine from synchronous code, also in a notebook.
 
-A notebook runs its cells on an event loop, and Python refuses to run a second loop in the same thread. `run_async`
-then runs the coroutine in a thread of its own, and the calling thread waits. Ctrl-C works as elsewhere: the first one
-ends a run after its step, with a checkpoint; otherwise it cancels the coroutine.
+A notebook runs its cells on an event loop, and Python refuses to run a second loop in the same thread. `run_async` then
+runs the coroutine in a separate thread, and the calling thread waits. Ctrl-C works as elsewhere: the first one ends a
+run after its step, with a checkpoint; otherwise it cancels the coroutine.
 
 `mark_retrieved` and `cancel_all` are for futures that may fail after their callers have gone.
 """

@@ -57,7 +57,7 @@ def unknown_field(rows: Sequence[FieldValues], fields: Sequence[str]) -> Finding
             if rows and not any(name in row for row in rows):
                 problem = f"none of the first {len(rows)} rows has a field {name!r}"
                 if place:
-                    return Finding(f"{problem}, which is optional in {field!r}", "leave it out if no row has it")
+                    return Finding(f"{problem} (optional in {field!r})", "leave it out if no row has it")
                 return Finding(problem, "check its spelling")
     return None
 
@@ -101,7 +101,7 @@ def formatted_twice(texts: Iterable[str], template: TemplateFlags) -> Finding | 
 
 
 def unused_prompt(rows: Sequence[FieldValues], fields: PairFlags) -> Finding | None:
-    """Find pairs with a field for the prompt that no flag names, and whose responses do not contain the prompt."""
+    """Find pairs whose prompts would be lost: no flag names their field, and the responses do not contain them."""
     if fields.prompt_key is not None:
         return None
     for row in rows:

@@ -1,4 +1,4 @@
-"""Preview of a dataset: its first rows as the model sees them, the lengths of all rows, and what looks like a mistake.
+"""Preview of a dataset: its first rows as the model sees them, the lengths of all rows, and likely mistakes.
 
 `preview_data` turns the rows of a command (`Loaded`) into a `Preview`, which `preview_text` prints for `openrlhf
 preview`. A training run shows only its first row, with `describe_row`.

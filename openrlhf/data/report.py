@@ -25,7 +25,7 @@ SUMS = ("tokens_cut", "without_eos", "empty_sides", "split_conversations", "long
 
 @dataclass(frozen=True)
 class Finding:
-    """Data that can be used but probably should not be, and a remedy if there is one."""
+    """A likely mistake in data that can be used as it is, and a remedy if there is one."""
 
     problem: str
     try_this: str | None = None

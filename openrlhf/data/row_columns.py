@@ -2,7 +2,7 @@
 
 `make_batch` stores rows of one kind as a batch of columns, one for each array, number or text of a row. `map_rows`
 returns the sequence of rows in such batches. It makes a row on access: its arrays are views of the columns, which are
-mapped from a file. So even a large dataset takes no memory of its own, and all processes of a machine share it.
+mapped from a file. So a large dataset takes no memory of the process, and all processes of a machine share it.
 
     rows       TokenRow([5, 7, 0], [F, T, T])    TokenRow([5, 0], [F, T])
     columns    input_ids [5 7 0 | 5 0]    target_mask [0 1 1 | 0 1]    length [3 2]

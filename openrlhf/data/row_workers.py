@@ -2,7 +2,7 @@
 
 `make_parts` yields the rows of a dataset, part by part. A worker is a Python process that receives a reader, then the
 records of one part after another; it answers each with Arrow columns and the counts of the part's report. Parts are
-assigned in turn, so they arrive in about the order in which they are needed:
+assigned in turn, so they arrive roughly in the order they are needed:
 
     worker 0    part 0, part 2, part 4, ...
     worker 1    part 1, part 3, part 5, ...

@@ -97,11 +97,11 @@ def with_total(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
-    """Group sequences that share a prefix; each sequence keeps at least one token of its own.
+    """Group sequences that share a prefix; at least one token of each sequence is not shared.
 
-    In sorted order, sequences with a common prefix are neighbours. A run of neighbours either shares one prefix or is
-    split where its members have the least in common, whichever saves more: the samples of a prompt stay together even
-    if all prompts start with the same instructions.
+    In sorted order, sequences with a common prefix are neighbours. A run of neighbours either shares one prefix, or is
+    split at the two that have the least in common, whichever saves more: the samples of a prompt stay together even if
+    all prompts start with the same instructions.
     """
     lengths = [len(sequence) for sequence in sequences]
     long = [number for number, length in enumerate(lengths) if length > SHORTEST_PREFIX]

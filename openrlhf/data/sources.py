@@ -61,7 +61,7 @@ class TableRows:
         return [(dict(zip(columns, row, strict=True)), place + 1) for place, row in zip(positions, rows, strict=True)]
 
     def digest(self, rows: int) -> str | None:
-        """Return a hash of the first rows, or None if rows are formatted, which may be by a function."""
+        """Return a hash of the first rows, or None if the table has a format: a function may compute its rows."""
         if self.table.format["type"] is not None:
             return None
         found = hashlib.sha256(f"{self.table.features!r} {self.table.format!r}".encode())
