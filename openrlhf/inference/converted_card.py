@@ -1,4 +1,4 @@
-"""The model card of a merged or converted model, which carries over what the card of its source says.
+"""The model card of a merged or converted model, with the contents of its source's card.
 
 Metadata and the section on training come from the source; the example is written again, since the model is loaded
 differently. If the source's card is not ours, only its metadata is carried over.
@@ -59,7 +59,7 @@ def merged_card(folder: Path, source: str, base: str | None, model: PreTrainedMo
 
 
 def kind_of_model(source: str, model: PreTrainedModel) -> Kind:
-    """Return what a model computes; a process reward model is a language model, so only its card identifies it."""
+    """Return the kind of a model; a process reward model is a language model, so only its card identifies it."""
     if not hasattr(model, "lm_head") and hasattr(model, SCALAR_HEAD):
         return Kind.REWARD
     card = read_card(source)

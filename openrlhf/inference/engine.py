@@ -20,7 +20,7 @@ from openrlhf.types import SamplingParams
 
 
 def choose_model_device(flags: LoadingFlags, name: str, local_rank: int = -1) -> torch.device:
-    """Return the device for the model `name`, and report loading flags that have no effect."""
+    """Choose the device for the model `name`, and report loading flags that have no effect."""
     device = choose_device(flags.device, local_rank)
     explain_precision(flags.param_dtype, device)
     explain_experts(flags, name)

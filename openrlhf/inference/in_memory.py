@@ -1,6 +1,6 @@
 """Answers to the prompts of a Python caller: batch_inference without an output file.
 
-`openrlhf.generate` writes no output of its own, so its rows go to a temporary folder and come back as a list.
+`openrlhf.generate` has no output file: rows are written to a temporary folder and returned as a list.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class OutputParts:
     def _open_folder(self, now: Mapping[str, object]) -> None:
         """Compare this run with the one that left rows in the folder, or record its settings in a new plan.
 
-        If the settings differ from those of the unfinished run, the run is rejected, so that rows are not mixed.
+        A run whose settings differ from those of the unfinished one is rejected, because its rows would differ too.
         """
         plan = self.folder / PLAN
         if not plan.is_file() or not find_rows(self.folder):  # a run that failed before its first row does not count
@@ -156,7 +156,7 @@ def find_rows(folder: Path) -> dict[int, RowLocation]:
 
 
 def row_settings(config: object, total: int, *, apart_from: Sequence[Path]) -> dict[str, object]:
-    """Return everything the rows depend on: flags, the number of rows, and the state of local models and data.
+    """Return everything that determines the rows: flags, the number of rows, and the state of local models and data.
 
     The state of a local file or folder is its total size and newest modification time. Files that the run itself writes
     (`apart_from`) are ignored, since the output may be in the model's folder.

@@ -64,7 +64,7 @@ def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
 
 
 def template_of(config: ReadsData) -> TemplateFlags | None:
-    """Return the template flags of a command, unless it reads plain text or texts that are already rendered."""
+    """Return the template flags of a command; None if it reads plain text or text that is already rendered."""
     if isinstance(config, SFTConfig | KDConfig) and config.fields.pretrain_mode:
         return None
     if isinstance(config, BatchInferenceConfig) and config.task.eval_task == "rm":

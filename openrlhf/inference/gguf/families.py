@@ -1,8 +1,8 @@
 """The model families that can be written as GGUF: their hyperparameters and their tensors in the names of llama.cpp.
 
-Each family is one row of `FAMILIES`. Names of tensors come from the table of the `gguf` package; the rows say what
-names cannot: whether the rotary dimensions of queries and keys are interleaved, and what is added to norm weights.
-A family that is not in the table is rejected, because a wrong file would load and then generate nonsense.
+Each family is one row of `FAMILIES`. Names of tensors come from the table of the `gguf` package; the rows add two facts
+that names do not tell: whether the rotary dimensions of queries and keys are interleaved, and the number added to norm
+weights. A family that is not in the table is rejected, because a wrong file would load and then generate nonsense.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 
 def add_hyperparameters(writer: GGUFWriter, config: PretrainedConfig, family: Family) -> None:
-    """Write the shape of the model, as llama.cpp reads it."""
+    """Write the sizes of the model under llama.cpp's keys."""
     head_dim, rope = head_dim_of(config), rope_of(config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -124,7 +124,7 @@ def add_rope_scaling(writer: GGUFWriter, rope: Rope) -> None:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of the file: its name there, the weight that it comes from, and how that is changed."""
+    """A tensor of the file: its name, and the weight that it is converted from."""
 
     name: str
     weight: Tensor

@@ -1,9 +1,10 @@
 """The Modelfile of Ollama: which file to run, how to write the prompt, and where to stop.
 
-Ollama writes prompts with a Go template, while chat templates are Jinja programs. Most of those put a fixed text before
-and after each message. `ChatShape.of` finds these texts by rendering conversations of marker messages, and checks them
-on a longer conversation: a template that does more (rewrites history, counts turns) is not expressed here. The GGUF
-file then still carries the Jinja template, which llama.cpp executes and Ollama recognises for well-known models.
+Ollama writes prompts with a Go template, while chat templates are Jinja programs. Most chat templates put a fixed text
+before and after each message. `ChatShape.of` finds these texts by rendering conversations of marker messages, and
+checks them on a longer conversation: a template that does more (rewrites history, counts turns) is not expressed here.
+The GGUF file then still carries the Jinja template, which llama.cpp executes and Ollama recognises for well-known
+models.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ChatShape:
                 [("user", USER), ("assistant", ASSISTANT), ("user", NEXT), ("assistant", SYSTEM), ("user", USER)],
             )
             right = all(shape.render(turns) == render(turns, reply=True) for turns in conversations)
-        except (TemplateError, ValueError):  # the template rejects such conversations, or is not of this shape
+        except (TemplateError, ValueError):  # the template rejects such turns, or does more than add fixed texts
             return None
         return shape if right and QUOTES not in shape.go_template() else None
 
@@ -88,7 +89,7 @@ class ChatShape:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renderer of conversations with a chat template; a BOS token at their start is left to the runtime."""
+    """Renderer of conversations with a chat template; adding a BOS token at the start is left to the runtime."""
 
     tokenizer: PreTrainedTokenizerBase
     prompt: PromptFormat
@@ -129,7 +130,7 @@ def starts_with_bos(tokenizer: PreTrainedTokenizerBase, prompt: PromptFormat | N
 
 
 def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, prompt: PromptFormat) -> tuple[str, bool]:
-    """Return the Modelfile, and whether it contains the template; without it, Ollama looks at the GGUF file's own."""
+    """Return the Modelfile, and whether it has a template; without one, Ollama uses the template in the GGUF file."""
     lines, system = [f"FROM ./{file}"], prompt.system_prompt or ""
     stops = [tokenizer.eos_token]
     shape = ChatShape.of(tokenizer, prompt) if prompt.chat else None

@@ -1,7 +1,7 @@
 """Check a GGUF file by reading it again: its tensors with the `gguf` package, its outputs with Transformers.
 
-Transformers has its own table of names and its own way to undo the changes of `families`, so equal outputs show that
-both agree on every tensor.
+Transformers reads GGUF files with its own table of names and its own inverse conversions, so equal outputs show that
+the file is right in every tensor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def reload_logits(path: Path, config: PretrainedConfig, tokenizer: PreTrainedTok
     """Return the logits of the file for the same text, computed by Transformers.
 
     The config is the model's own, because Transformers does not read all of it from a file (Llama 3's rotary factors).
-    For Mistral, which has no architecture of its own in GGUF files, Llama's config is used.
+    For Mistral, which GGUF files store as Llama, Llama's config is used.
     """
     if config.model_type == "mistral":
         config = LlamaConfig.from_dict(config.to_dict() | {"model_type": "llama"})
