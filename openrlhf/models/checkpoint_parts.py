@@ -2,12 +2,12 @@
 
 Transformers may rename and join tensors while it loads them: the matrices of all experts of a layer are separate in a
 checkpoint, and one tensor in memory. Saving undoes this. `checkpoint_parts` runs that conversion on small tensors of
-numbers, which stand for the parameters, and sees where the numbers go:
+consecutive numbers in place of the parameters, and finds out where each number ends up:
 
     experts.gate_up_proj [experts, 2 x width, hidden]  ->  experts.0.gate_proj.weight = block [0, 0 : width]
                                                            experts.0.up_proj.weight   = block [0, width : 2 x width]
 
-The conversions stack, split and rename, so what they do to the small tensors is what they do to the large ones.
+The conversions only stack, split and rename, so they treat small and large tensors alike.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Loaded: TypeAlias = tuple[PreTrainedModel, dict[str, Any]]  # a model, and the l
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files of a model's weights, and the parameters that are still to be filled from them."""
+    """The files of a model's weights, and the parameters that have not been filled from them yet."""
 
     files: dict[str, Path]  # by name of the tensor in them
     names: dict[nn.Parameter, str]  # in the model
@@ -79,14 +79,14 @@ def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | Non
     """Return what `load` returns, but with a model without weights; None if that is not possible.
 
     Tensors missing in the files, such as those of a new head, are initialised as in Transformers. `load` is
-    `from_pretrained` with all arguments; `source` holds the ones that say where the model is.
+    `from_pretrained` with all arguments; `source` holds those that locate the model.
     """
     files = weight_files(source)
     if files is None:
         return None
     model, report = load(device_map="meta")
     missing = set(report["missing_keys"])
-    named = dict(model.named_parameters())  # without the second names of tied weights
+    named = dict(model.named_parameters())  # each tied weight under one of its names
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     saved = {name: parameter for name, parameter in named.items() if name not in missing}
     parts = checkpoint_parts(model, {name: parameter.shape for name, parameter in saved.items()})

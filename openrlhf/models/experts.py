@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a model's config says about them, and the modules that hold them."""
+"""Mixtures of experts: their sizes in a model's config, and the modules that hold them."""
 
 from torch import nn
 from transformers import PretrainedConfig

@@ -20,7 +20,7 @@ HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_
 
 
 def raw_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors to save as they are in memory: all of the decoder, without duplicates, or the trained ones."""
+    """Yield the tensors to save, as they are in memory: the whole decoder without duplicates, or what is trained."""
     adapted = network.model is not network.decoder
     seen: set[int] = set()
     for name, tensor in network.model.state_dict(keep_vars=True).items():
@@ -30,7 +30,7 @@ def raw_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
 
 
 def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for `save_model`: all tensors of the decoder, without duplicates; under LoRA, the trained ones.
+    """Yield the weights for `save_model`: the whole decoder without duplicates; under LoRA, what is trained.
 
     A tensor is valid until the next one is requested. If the network is sharded, every rank must iterate to the end.
     """

@@ -118,7 +118,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class LastStates:
-    """Last hidden states of the decoder's calls, and where the tokens of the batch are in them."""
+    """Last hidden states of the decoder's calls, and the position of each token of the batch in them."""
 
     hidden: Tensor  # [rows, hidden]
     rows: Tensor | None = None  # [tokens of the flattened batch]: the row of each token; None: in the same order

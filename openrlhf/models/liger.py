@@ -21,7 +21,7 @@ def liger_knows(model_type: str) -> bool:
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Patch in fused norms, MLPs and rotary embeddings, but not Liger's loss: `Network` never computes full logits."""
+    """Patch in fused norms, MLPs and rotary embeddings; not the loss, because `Network` never computes full logits."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     try:

@@ -78,8 +78,8 @@ def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Ite
     """Yield (checkpoint name, tensor), without tied copies; a tensor is valid until the next layer is reached."""
     for layer in plain_layers(network.decoder):
         with gather([tensor for plain in layer for tensor in plain.needs]) as unshard:
-            # Undo the fusing and renaming that Transformers does on loading. Keep no reference to the tensors, so that
-            # they are freed before the next layer is computed.
+            # Undo the fusing and renaming that Transformers does on loading. Keep no reference to the tensors, to free
+            # them before the next layer is computed.
             yield from revert_weight_conversion(
                 network.decoder, {plain.name: plain.compute(unshard) for plain in layer}
             ).items()

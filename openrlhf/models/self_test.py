@@ -8,7 +8,7 @@ backends call `choose_layout`, which tests each model with a few random tokens:
     2. together  run all sequences as one micro-batch in the layout of the run: must equal 1
     3. leak      change every second sequence and repeat 2: the outputs of the other sequences must not change
     4. training  if the network is trained, run it in training mode: must equal 1, with a finite gradient
-    5. prefixes  run sequences that start alike with their common prefix computed once, as in 2, 3 and 4: outputs and a
+    5. prefixes  repeat 2, 3 and 4 with the common prefix of sequences computed once: outputs and a
                  gradient must equal those of separate copies
 
 If the first four fail, the next slower layout is tried:

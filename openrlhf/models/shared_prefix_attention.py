@@ -64,7 +64,7 @@ def shared_prefix_attention(
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-# The kernel is an operator of its own, so that compiled layers call it without looking inside.
+# A custom operator, which torch.compile calls without tracing into it.
 @torch.library.custom_op("openrlhf::shared_prefix_flash_attention", mutates_args=(), device_types="cuda")
 def flash_attention(  # noqa: PLR0913 - operators take tensors and numbers, not dataclasses
     query: Tensor,

@@ -13,7 +13,7 @@ from openrlhf.errors import ConfigError
 
 
 class ModelSource(TypedDict):
-    """Arguments of `from_pretrained` that say where a model is."""
+    """Arguments of `from_pretrained` that locate a model."""
 
     pretrained_model_name_or_path: str
     trust_remote_code: bool
