@@ -9,7 +9,7 @@ size h, MLP size f, and queries and keys of q and k numbers, in bf16:
 
 Tensor parallelism divides f, q and k.
 
-They agree with the peaks that docs/scale.md lists. Mixtures of experts and LoRA have no measurement behind them.
+They agree with the peaks in docs/scale.md. The figures for mixtures of experts and LoRA have not been measured.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def saved_per_token(place: ModelPlace) -> float:
 
 
 def tokens_per_device(place: ModelPlace, tokens: int) -> float:
-    """Return the tokens of a micro-batch that one process computes: a ring shares them."""
+    """Return the tokens of a micro-batch that one process computes; the processes of a ring share a micro-batch."""
     return tokens / place.work.ring
 
 
 def head_bytes(place: ModelPlace, tokens: float, *, training: bool) -> float:
-    """Return the memory of the head's chunks, its inputs and, if it is trained, its gradient."""
+    """Return the memory of the head: a chunk of logits, the inputs and, if it is trained, the gradient."""
     if place.model.scalar:
         return 0.0
     per_logit = PLAIN_HEAD
@@ -74,7 +74,7 @@ def forward_terms(place: ModelPlace) -> list[Term]:
 
 
 def training_terms(place: ModelPlace) -> list[Term]:
-    """Return the memory of forward and backward passes and the gradients, at the moment when they need the most.
+    """Return the peak memory of forward and backward passes together with the gradients.
 
     In one process, gradients are freed after each step, so those of a single micro-batch grow while activations shrink:
     the peak is at the start of the backward pass or at its end. DeepSpeed keeps them allocated.

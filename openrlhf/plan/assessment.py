@@ -1,7 +1,7 @@
 """Does a run fit? Compare its memory with that of the machine, and find the flags that help.
 
-A run that cannot fit needs more than there is even with the shortest data. One that does not fit may still work, if the
-data is shorter than the flags allow.
+A run "cannot fit" if even the shortest data would exceed the memory. It "does not fit" if the longest data that the
+flags allow would; shorter data may still work.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from openrlhf.plan.seconds import PhaseSeconds, phase_seconds
 from openrlhf.plan.terms import STATES, largest, least, total
 
 Fit = Literal["fits", "is tight", "does not fit", "cannot fit"]
-ADAPTER_RANK = 32  # of the suggestion to train adapters
+ADAPTER_RANK = 32  # --lora_rank of the suggestion to train adapters
 WORTHWHILE = 0.01  # share of a device's memory that a suggested flag must save
 SMALLER_SHARE, LEAST_SHARE = 0.15, 0.2  # steps and end of a suggested --vllm_gpu_memory_utilization
-MOST_ROUNDS = 8  # flags that are combined to make a run fit
+MOST_ROUNDS = 8  # maximum number of flags to combine to make a run fit
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Assessment:
 
     @property
     def needed(self) -> float:
-        """Bytes that the fullest device needs however short the data is; on a CPU, only weights and optimizer."""
+        """Bytes that the fullest device needs even with the shortest data; on a CPU, only weights and optimizer."""
         phases = [phase for group in self.groups for phase in group.phases]
         if self.machine.gpu is None:
             return max(total(term for term in phase.device if term.kind in STATES) for phase in phases)
@@ -101,17 +101,17 @@ class Assessment:
 
     @property
     def is_tight(self) -> bool:
-        """True if little is left on a device in a phase other than generation, whose engine takes what it is given."""
+        """True if a device is nearly full in a phase other than generation, when the engine fills it anyway."""
         phases = [phase for group in self.groups for phase in group.phases if phase.phase != GENERATION]
         return any(total(phase.device) > TIGHT * self.memory for phase in phases)
 
     def phase(self, name: str) -> PhaseMemory | None:
-        """Return the phase of this name in the group in which it needs the most."""
+        """Return the phase of this name from the group that needs the most memory for it."""
         found = [phase for group in self.groups for phase in group.phases if phase.phase == name]
         return max(found, key=lambda phase: total(phase.device), default=None)
 
     def problem(self) -> str:
-        """Say in one sentence what needs the most, and of what."""
+        """Describe in one sentence the phase that needs the most, and its largest terms."""
         lacking = self.engine_shortage()
         if lacking > 0:
             assert self.work.engine is not None

@@ -38,7 +38,7 @@ class EnginePlace:
 
     @property
     def budget(self) -> float:
-        """Bytes of a device that vLLM takes, whatever it needs."""
+        """Bytes of a device that vLLM reserves, even if it needs less."""
         memory = 0.0 if self.machine.gpu is None else self.machine.gpu.memory
         return self.engine.memory_share * memory
 

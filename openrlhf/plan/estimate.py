@@ -1,6 +1,6 @@
-"""Memory of a run by group of devices and phase: which models are on a device in each phase, and what they do there.
+"""Memory of a run by group of devices and phase, from the models that are on a device in each phase and their work.
 
-A phase ends before the next one begins, so each has a peak of its own. Asleep models are in host memory, and pinned
+A phase ends before the next one begins, so each has its own peak. Sleeping models are in host memory, and pinned
 buffers stay there for the rest of the run.
 """
 
@@ -28,7 +28,7 @@ Shapes = Mapping[tuple[str, bool], ModelShape]  # by name and whether the head i
 
 CONTEXT_BYTES = 0.6 * GIB  # that CUDA and cuBLAS take in each process on a GPU
 NCCL_BYTES = 0.7 * GIB  # buffers of a process that communicates with others
-RESERVE_SHARE = 0.15  # of passing tensors: memory that PyTorch's allocator holds in pieces too small to use
+RESERVE_SHARE = 0.15  # share of temporary tensors' memory that PyTorch's allocator loses to fragmentation
 MIN_SYNC_BUCKET, MAX_SYNC_BUCKET, BUCKETS_PER_MODEL = 1 << 28, 1 << 30, 16  # rollout/bucket.py
 HOST_PROCESS = 4 * GIB  # of host memory: Python, PyTorch and CUDA in one process
 LOADED_FILE = 5 * GIB  # part of a checkpoint that each process reads at a time under ZeRO-3
@@ -46,7 +46,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Memory of the phases of a group of devices that hold the same."""
+    """Memory of the phases of a group of devices that hold the same models."""
 
     name: str
     devices: int
@@ -81,7 +81,7 @@ class GroupPlaces:
 
 
 def estimate(work: Workload, machine: Machine, shapes: Shapes) -> tuple[GroupMemory, ...]:
-    """Return the memory of each group of devices; engines with devices of their own are a group, too."""
+    """Return the memory of each group of devices; engines with their own devices are also a group."""
     found: list[GroupMemory] = []
     engine = None
     if work.engine is not None:
@@ -247,7 +247,7 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
 
 
 def loading_term(place: ModelPlace) -> Term:
-    """Return what a process holds while it loads a model; under ZeRO-3, only language models load in shards.
+    """Return the host memory of a process that loads a model; under ZeRO-3, only language models load in shards.
 
     Under FSDP, weights are mapped from files, and those of a layer that is trained are widened to fp32 at a time.
     """
@@ -262,6 +262,6 @@ def loading_term(place: ModelPlace) -> Term:
 
 
 def saving_term(place: ModelPlace) -> Term:
-    """Return what a process holds while it writes a checkpoint; without DeepSpeed, all its states at the same time."""
+    """Return the host memory of a process that writes a checkpoint; without DeepSpeed, all states are held together."""
     states = 0.0 if place.deepspeed else 3 * FP32 * place.trained / (place.ranks if place.fsdp else 1)
     return place.term(terms.SAVING, states, certain=False)

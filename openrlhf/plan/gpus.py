@@ -30,7 +30,7 @@ def _gpu(name: str, gib: float, teraflops: float, bandwidth: float, link: float,
     return name, GPU(name, gib * GIB, teraflops, bandwidth, link, host)
 
 
-# The first whose name is a word of the device's name. The A100 comes with 40 and 80 GB, and a name may say which.
+# The first entry whose name is a word of the device's name applies. The A100 has 40 or 80 GB; some names say which.
 GPUS: dict[str, GPU] = dict(
     (
         _gpu("B200", 178.4, 2250.0, 8000, link=900, host=50),

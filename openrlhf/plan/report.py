@@ -16,7 +16,7 @@ LENGTHS = "Sizes are for the longest sequences that the flags allow; shorter dat
 
 
 def render(plan: Assessment, command: str) -> str:
-    """Return the tables of a plan, whether it fits, and what to change."""
+    """Return the tables of a plan, followed by the verdict and the suggested changes."""
     each = "" if plan.machine.gpu is None else f", {plan.memory / GIB:.1f} GiB each"
     lines = [f"{command} on {plan.machine}{each}", *model_lines(plan)]
     for group in plan.groups:
@@ -57,7 +57,7 @@ def gib(size: float) -> str:
 
 
 def verdict(plan: Assessment) -> list[str]:
-    """Return whether the run fits, what needs the most, and the flags that help."""
+    """Return lines that say whether the run fits, what needs the most memory, and which flags help."""
     lines = [f"The run {plan.fit}: {plan.problem()}."]
     if plan.work.devices > plan.machine.devices:
         lines.append(f"It uses {plan.work.devices} devices, but there are only {plan.machine.devices}.")

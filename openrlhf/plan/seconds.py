@@ -1,7 +1,7 @@
 """Seconds of a step by phase, and what limits each phase.
 
-The constants are from the runs on one H200 in docs/performance.md. Nothing behind the times of several GPUs has been
-measured: they assume that collectives reach 70% of the data sheet's links.
+The constants are from the runs on one H200 in docs/performance.md. Times for several GPUs have not been measured: they
+assume that collectives reach 70% of the link speed in the data sheet.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ def training(place: ModelPlace, machine: Machine) -> list[tuple[str, float]]:
 
 
 def collective_bytes(place: ModelPlace) -> float:
-    """Return what a process sends in an optimizer step to gather weights and reduce gradients."""
+    """Return the bytes that a process sends in an optimizer step to gather weights and reduce gradients."""
     if place.ranks == 1:
         return 0.0
-    if place.fsdp:  # twice per micro-batch, also if activations are recomputed, and gradients in fp32
+    if place.fsdp:  # weights twice per micro-batch, even if activations are recomputed, and gradients in fp32
         moved = (2 * place.width * place.parameters + FP32 * place.trained) * layer_part(place) / place.shape.layer
         return place.work.micro_batches * moved
     gathers = 3 if place.work.recompute else 2
@@ -173,7 +173,7 @@ def collective_bytes(place: ModelPlace) -> float:
 
 
 def slowest_link(group: WorkGroup, machine: Machine) -> float:
-    """Return the speed of the slowest link that collectives of a group pass, in GB/s."""
+    """Return the speed of the slowest link that a group's collectives use, in GB/s."""
     assert machine.gpu is not None
     inside = group.devices <= machine.per_node
     return machine.gpu.link if inside else min(machine.gpu.link, machine.network)

@@ -40,7 +40,7 @@ class ModelShape:
     layer: float  # of the largest decoder layer
     experts: float  # of the experts in that layer
     adapters: Mapping[str, float]  # of LoRA adapters per rank, by the name of the linear layer
-    matrices: MatrixSizes  # what a token is multiplied with, as if everything were trained
+    matrices: MatrixSizes  # parameters that a token is multiplied with, as if everything were trained
     vocabulary: int
     layers: int
     hidden: int
@@ -68,7 +68,7 @@ def read_shape(name: str, loading: LoadingFlags, *, scalar: bool = False) -> Mod
 
 
 def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False) -> ModelShape:
-    """Return the shape of a model with these settings."""
+    """Return the shape of the model that this config describes."""
     kind = AutoModelForCausalLM
     if scalar:
         kind, settings = AutoModelForSequenceClassification, deepcopy(settings)

@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer states of a model in one process, for each way in which the project trains.
+"""Weights, gradients and optimizer states of a model in one process, for each training backend.
 
-`training/local.py` trains in one process, and `training/deepspeed.py` and `training/fsdp.py` in several; see there for
-what they allocate. Under FSDP, the shard of a trained weight is its fp32 master, and there is no second copy of it.
+The backends (`training/local.py`, `training/deepspeed.py`, `training/fsdp.py`) allocate them. Under FSDP, the shard of
+a trained weight is its fp32 master, so there is no second copy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModelPlace:
 
     @property
     def peers(self) -> int:
-        """Processes that divide the matrices of each layer, and so the activations inside; only of trained models."""
+        """Processes that divide each layer's matrices and inner activations; only trained models are divided."""
         return self.work.tensor_parallel if self.model.trained else 1
 
     @property
@@ -102,7 +102,7 @@ class ModelPlace:
 
     @property
     def weights(self) -> float:
-        """Bytes of all weights in one process before ZeRO or FSDP divides them; without those that are masters."""
+        """Bytes of all weights in one process before ZeRO or FSDP divides them; without weights that are masters."""
         if self.fsdp:
             return self.width * self.parameters if self.adapted or not self.model.trained else 0.0
         added = 0.0
@@ -110,7 +110,7 @@ class ModelPlace:
             added = self.trained * (self.width if self.deepspeed else FP32)
         if not self.work.loading.load_in_4bit:
             return self.width * self.parameters + added
-        rest = FP32 if self.adapted else self.width  # PEFT widens what is not quantised
+        rest = FP32 if self.adapted else self.width  # PEFT widens weights that are not quantised
         return NF4 * self.shape.linear + rest * (self.parameters - self.shape.linear) + added
 
     @property
@@ -161,7 +161,7 @@ def gradient_bytes(place: ModelPlace) -> float:
 
 
 def gathered_terms(place: ModelPlace) -> list[Term]:
-    """Return what FSDP gathers for a pass: embeddings and head for all of it, and some layers at a time."""
+    """Return the weights that FSDP gathers for a pass: embeddings and head throughout, and a few layers at a time."""
     if not place.fsdp:
         return []
     layers = min(GATHERED_LAYERS, place.shape.layers) * layer_part(place)
@@ -170,7 +170,7 @@ def gathered_terms(place: ModelPlace) -> list[Term]:
 
 def bucket_terms(place: ModelPlace) -> list[Term]:
     """Return the buffers in which DeepSpeed or FSDP reduces gradients."""
-    if place.fsdp:  # gradients of a layer, or of embeddings and head, as they are computed and in fp32
+    if place.fsdp:  # gradients of a layer, or of embeddings and head, in the computing dtype and in fp32
         share = place.trained / place.parameters
         size = (place.width + FP32) * share * max(layer_part(place), outer_parameters(place))
         return [place.term(BUCKETS, size, certain=False)]
@@ -192,7 +192,7 @@ def outer_parameters(place: ModelPlace) -> float:
 
 
 def resting_terms(place: ModelPlace) -> tuple[list[Term], list[Term]]:
-    """Return what a model holds between steps, on the device and in host memory."""
+    """Return a model's memory between steps, on the device and in host memory."""
     if not place.model.trained:
         if not place.model.offloaded or place.on_cpu:
             return weight_terms(place), []

@@ -1,4 +1,4 @@
-"""Terms of a memory plan: how many bytes of what, for which model, on a device or in the host memory of a node."""
+"""Terms of a memory plan: bytes of one kind, for one model, on a device or in the host memory of a node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def total(terms: Iterable[Term]) -> float:
 
 
 def least(terms: Iterable[Term]) -> float:
-    """Return what is needed however short the data is."""
+    """Return the bytes that are needed even with the shortest data."""
     return total(term for term in terms if term.certain)
 
 
