@@ -18,7 +18,7 @@ versions old when it is trained; k = 0 is synchronous training. In lockstep (one
 that version, which makes a run a function of its seed; on a cluster, timing decides within the same bound. All rollouts
 that may begin are generated at the same time as one stream of groups (`group_stream.py`), so the last samples of one
 do not leave the engines idle; without vLLM in one process, they are generated one after the other. Only oversampling
-lets samples grow older than k: what a rollout leaves over waits for the next one, at most until --max_staleness.
+lets samples grow older than k: the surplus of a rollout waits for the next one, at most until --max_staleness.
 `rl/train.py` builds the parts and calls `Controller.run`.
 
 Back-pressure points:

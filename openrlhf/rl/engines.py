@@ -1,6 +1,6 @@
 """The rollout engines of a run: `engine_spec` describes them, and `make_engine` builds one from the description.
 
-If an engine has a process of its own, the `EngineSpec` is sent there, and that process calls `load_engine`.
+For an engine in a separate process, the `EngineSpec` is sent to that process, which calls `load_engine`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine_spec(config: RLConfig) -> EngineSpec:
 
 
 def load_engine(spec: EngineSpec, number: int, folder: str) -> LoadingEngine:
-    """Build engine `number` in a process of its own; `folder` is the driver's working folder."""
+    """Build engine `number` in a separate process; `folder` is the driver's working folder."""
     enter_folder(folder)
     tokenizer = load_tokenizer(str(spec.model.pretrain), spec.model)
     return make_engine(spec, tokenizer, choose_device(spec.model.device), number)

@@ -26,7 +26,7 @@ from openrlhf.types import RolloutBatch, Trajectory
 EXPLAINED = 0.2  # a variant explains the gap if it leaves at most this share of it
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.4, 1.7, 2.0)  # temperatures to try, relative to the trainer's
 MOSTLY = 0.97  # share of tokens with a higher log-prob in the engine that suggests truncated sampling
-LEAST_TOKENS = 8  # minimum number of tokens for that conclusion
+LEAST_TOKENS = 8  # minimum number of tokens to conclude truncated sampling
 ONE_SIDED = 0.5  # differences go in both directions if their mean is below this share of their mean size
 PRECISION = (
     "--param_dtype fp32 to see whether precision is the cause, --attn_implementation eager, or no --packing_samples"

@@ -39,7 +39,7 @@ GroupSamples: TypeAlias = list[Trajectory]  # the samples of one prompt; at leas
 
 @dataclass
 class StreamState:
-    """Prompts that a stream has drawn and not yet finished with; part of a checkpoint.
+    """Prompts that a stream has drawn but not finished; part of a checkpoint.
 
     Each prompt before `drawn` is in one of these lists, or it is done: rejected, or part of a rollout.
     """
@@ -74,7 +74,7 @@ class StreamLimits:
 
 @dataclass
 class StreamCounts:
-    """What happened since the last rollout was cut."""
+    """Counts of events since the last rollout was cut."""
 
     kept: int = 0  # groups
     rejected: int = 0  # groups
@@ -237,7 +237,7 @@ class GroupStream:
         self.changed.set()
 
     def _drop_stale(self) -> None:
-        """Drop groups that are too old for the next rollout, which is trained at the version of its number."""
+        """Drop groups that are too old for the next rollout; rollout i is trained when the weights are at version i."""
         if self.limits.max_staleness is None:
             return
         oldest = self.next - self.limits.max_staleness
@@ -295,5 +295,5 @@ def version_of(group: GroupSamples) -> int:
 
 
 def is_sampled(group: GroupSamples) -> bool:
-    """Return False for a group whose agent returned tokens of its own, which have no age."""
+    """Return False for a group whose agent returned tokens that no engine sampled, which have no age."""
     return any((item.token_versions != NOT_SAMPLED).any() for item in group)

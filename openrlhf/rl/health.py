@@ -7,8 +7,8 @@
     gradient norm    a step is far larger than the others
 
 After each step the controller passes its numbers to `RLHealth`, and prints the lines that it returns. A line appears
-once per run, after several steps in a row, and says what to try. As in `training/health.py`, healthy runs stay far from
-the thresholds.
+once per run, after several steps in a row, and suggests a remedy. As in `training/health.py`, healthy runs stay far
+from the thresholds.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RLHealth:
         return lines
 
     def _teaches_nothing(self, numbers: StepNumbers) -> bool:
-        """Return whether no sample is better than those that it is compared with."""
+        """Return whether rewards differ too little to learn from."""
         within_groups = self.config.advantage.advantage_estimator in GROUP_ESTIMATORS
         equal = (numbers.equal_groups or 0.0) if within_groups else 0.0
         rarely_rewarded = numbers.reward < RARE * max(self.best, numbers.reward_max)  # otherwise the task is solved

@@ -62,8 +62,8 @@ def automatic_count(load: RolloutLoad) -> int:
 def engines_per_gpu(config: RLConfig) -> int:
     """Return the number of engines: --vllm_engines_per_gpu or, if that is 0, `automatic_count` on a GPU.
 
-    Only engines under MPS were measured to be faster together. Which of two engines answers a request depends on
-    their speed, and with it the rounding of a batch, so a deterministic run has one.
+    Several engines were measured to be faster only under MPS. A deterministic run has one engine: with two, timing
+    decides which of them answers a request, and with it the rounding of a batch.
     """
     if not uses_vllm(config):
         return 1
@@ -137,7 +137,7 @@ def gpu_share(count: int) -> Mapping[str, str]:
 
 @asynccontextmanager
 async def open_engines(config: RLConfig, count: int, device: torch.device) -> AsyncIterator[EngineGroup]:
-    """Start `count` vLLM engines in processes of their own, which share the device and its memory."""
+    """Start `count` vLLM engines in separate processes, which share the device and its memory."""
     spec, flags = engine_spec(config).divided(count), config.engines
     async with open_engine_processes(
         count,

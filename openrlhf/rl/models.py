@@ -117,7 +117,7 @@ class Models:
         """Return the log-probs of the policy, or of the reference, for each batch: [rows, tokens], on the CPU."""
         model = self.reference if of_reference else self._use(self.policy).backend
         assert model is not None, NOT_HELD
-        if isinstance(model, BaseReference):  # it is part of the policy, which may be asleep
+        if isinstance(model, BaseReference):  # the reference is part of the policy, which may be asleep
             self._use(self.policy)
         with model.on_device():
             return [

@@ -102,7 +102,7 @@ class Recorder:
     def write(self, step: int, experience: Experience) -> None:
         """Write the file of a step; do nothing if recording is off or has stopped."""
         rows = [row for row, item in enumerate(experience.trajectories) if self._is_chosen(step, item)]
-        if not self.folder or not rows:  # if none of the groups was chosen: a replay cannot train on an empty file
+        if not self.folder or not rows:  # no group was chosen: a replay cannot train on an empty file
             return
         items = [experience.trajectories[row] for row in rows]
         columns: dict[str, Values] = {"step": [step] * len(items), "response": [self.response(item) for item in items]}

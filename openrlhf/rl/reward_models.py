@@ -110,7 +110,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     parts = replace(batching, sharing_limit=model.network.sharing_limit).cut(rows)
     missing = model.most_rounds(len(parts)) - len(
         parts
-    )  # collective, so all processes must call it before any forward pass
+    )  # a collective call, which all processes must make before any forward pass
     for part in parts:
         yield part, [rows[place] for place in part]
     for _ in range(missing):

@@ -1,7 +1,7 @@
 """Where the time of a rollout goes: slow samples, slow rewards, and engines without work.
 
-The `EpisodeScheduler` of a run notes what it sees in `RolloutTimes`. When a rollout is complete, `lap` returns the
-metrics since the last one, and `describe` makes a line of them for the console. The times are not part of a checkpoint.
+The `EpisodeScheduler` of a run records times in `RolloutTimes`. When a rollout is complete, `lap` returns the metrics
+since the last one, and `describe` formats them as a line for the console. Checkpoints do not contain the times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RolloutTimes:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.samples: list[float] = []  # seconds of each episode
-        self.rewards: list[float] = []  # seconds of each call for rewards
+        self.rewards: list[float] = []  # seconds of each reward call
         self.generating = UsageClock()  # while episodes run
         self.requesting = UsageClock()  # while the engine works on a request
         self.before = (0.0, 0.0)  # seconds of generation and of busy engines at the last call of `lap`

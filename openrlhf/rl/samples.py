@@ -97,7 +97,7 @@ class RolloutTokens:
     """The samples of a rollout, one after the other.
 
     A value for each token, such as an advantage, is a tensor [tokens] over all samples: padding a rollout to its
-    longest sample would multiply its memory. `bounds` says where the samples are.
+    longest sample would multiply its memory. `bounds` are the offsets of the samples.
     """
 
     trajectories: Sequence[Trajectory]

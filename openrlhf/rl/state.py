@@ -1,4 +1,4 @@
-"""The state of a run: what a checkpoint holds besides weights, optimizers and random states.
+"""The state of a run: everything in a checkpoint except weights, optimizers and random states.
 
 The controller advances it, and `checkpoints.py` writes and reads it.
 """
@@ -28,6 +28,6 @@ class State:
     best_key: str | None = None  # name of that metric
 
     def plain(self) -> dict[str, object]:
-        """Return the state as JSON values, without samples, which `record.py` writes to files of their own."""
+        """Return the state as JSON values, without the samples, which `record.py` writes to separate files."""
         own = {name: value for name, value in vars(self).items() if name not in ("queue", "stream")}
         return own | {"kl": asdict(self.kl), "again": self.stream.unfinished, "drawn": self.stream.drawn}

@@ -1,4 +1,4 @@
-"""Metrics of a step of the RL loop: those in the progress bar, and the values of several optimizer steps together."""
+"""Metrics of a step of the RL loop: select those in the progress bar, and average over several optimizer steps."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The interface between the RL loop and what it runs on: models, engine and weight sync.
+"""The interface between the RL loop and its runtime: models, engine and weight sync.
 
 `rl/local.py` implements it for one process, `cluster` on Ray; either yields a `Runtime`.
 """
