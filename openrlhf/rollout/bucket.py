@@ -96,7 +96,7 @@ def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
 def bucket_size(limit: int, model_bytes: int, free_bytes: Collection[int]) -> int:
     """Return the bytes of a bucket for a model, 0 if its size is not known yet.
 
-    `free_bytes` has an item for each GPU that has to hold a bucket. A tensor that is larger than a bucket is sent
+    `free_bytes` has one entry for each GPU that holds a bucket. A tensor that is larger than a bucket is sent
     alone (`Bucket.add`).
     """
     wanted = min(MAX_BUCKET, max(USUAL_BUCKET, model_bytes // BUCKETS_PER_MODEL))
@@ -105,7 +105,7 @@ def bucket_size(limit: int, model_bytes: int, free_bytes: Collection[int]) -> in
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that PyTorch can still allocate on a GPU; None for host memory, of which there is enough."""
+    """Return the bytes that PyTorch can still allocate on a GPU; None for host memory, which is assumed to suffice."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

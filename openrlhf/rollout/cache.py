@@ -153,7 +153,7 @@ class RowCache(cache_utils.Cache):
 
     @property
     def has_columns(self) -> bool:
-        """True if any layer has keys and values; convolutional and recurrent states have no columns."""
+        """True if any layer has keys and values; only these have columns."""
         return any(isinstance(layer, GrowingLayer) for layer in self.layers)
 
     def keep_rows(self, keep: Tensor, drop_left: int) -> None:

@@ -11,11 +11,11 @@ the same time. Each receiver has one authenticated connection (link.py) to the s
     ...
     header n with `end`                          ->                           ok
 
-Two buckets alternate: one is filled while the other is sent. A bucket is free again once its bytes have left it, which
-the sender sees by itself: the sockets took them, or the broadcast is complete. So a receiver answers once per version,
-and the sender's work per bucket does not grow with answers. Only a receiver that reads the sender's own memory (ipc)
-also acknowledges each bucket; such a channel has a few receivers, on one GPU. A receiver that fails closes its
-connection or reports its error on it, and the sender looks for that during every wait.
+Two buckets alternate: one is filled while the other is sent. A bucket is free again once its bytes have been sent,
+which the sender knows without an answer: the sockets accepted them, or the broadcast is complete. So a receiver answers
+once per version, and the sender's work per bucket does not grow with answers. Only a receiver that reads the sender's
+own memory (ipc) also acknowledges each bucket; such a channel has a few receivers, on one GPU. A receiver that fails
+reports its error on its connection or closes it; the sender checks for this during every wait.
 
 Messages are JSON and never pickles, so a channel cannot make a process run code, and only processes that got the
 channel's secret from the sender can join it. Every wait has a timeout, and its error names the side that did not
@@ -66,7 +66,7 @@ class Channel:
 
     @property
     def largest_bucket(self) -> int:
-        """Most bytes of a bucket; a larger one may take longer than `timeout` through a slow network card."""
+        """Maximum bytes of a bucket; sending a larger one through a slow network card may exceed `timeout`."""
         return min(self.bucket_bytes, USUAL_BUCKET) if self.transport == "tcp" else self.bucket_bytes
 
     @property

@@ -69,7 +69,7 @@ def on_thread(
 
 
 class CommandThread(ABC):
-    """The thread, its inbox, and the answers to its callers. A subclass defines what a step is."""
+    """The thread, its inbox, and the answers to its callers. A subclass defines a step."""
 
     def __init__(self, name: str, timeout: float = math.inf) -> None:
         """Start the thread, and wait until it has built the engine; errors of `_build` are raised here.
@@ -81,7 +81,7 @@ class CommandThread(ABC):
         self._lock = threading.Lock()  # ensures that no command is queued after the engine is closed
         self._closed = False
         self._failure: EngineError | None = None  # if set, the state of the engine is unknown
-        self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
+        self._waiting: set[Waiter] = set()  # callers whose commands have run but have no answer yet
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
         self._stuck = False  # the thread may never answer again
         self._watch = ProgressWatch(timeout, self._give_up)
@@ -101,7 +101,7 @@ class CommandThread(ABC):
 
     @abstractmethod
     def _may_step(self) -> bool:
-        """Return True if there is work to do and nothing, such as a pause, prevents it."""
+        """Return True if there is work to do and no pause or the like prevents it."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -111,7 +111,7 @@ class CommandThread(ABC):
         """
 
     def _step_task(self) -> str:
-        """Return what a step does, to complete the message "no progress while ..."."""
+        """Describe a step, to complete the message "no progress while ..."."""
         return "taking a step"
 
     @abstractmethod

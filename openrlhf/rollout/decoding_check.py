@@ -36,7 +36,7 @@ from openrlhf.rollout.fallback_decoding import OwnCaches, Uncached
 
 FAST = "sdpa"  # fast attention for left-padded rows with a cache
 PLAIN = "eager"  # attention that every model supports
-# Lengths in tokens: two are the same prompt, and one is shorter than the convolutions of recurrent layers.
+# Lengths in tokens. Two rows have the same prompt, and one prompt is shorter than the convolutions of recurrent layers.
 PROMPTS = (11, 6, 6, 2)
 STEPS = 6  # number of tokens after each prompt
 LIKELIEST = 32  # number of most likely tokens to compare at each position

@@ -15,7 +15,7 @@ from openrlhf.types import Completion, Request
 
 Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by checkpoint name
 Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by checkpoint name
-Part: TypeAlias = Literal["weights", "cache"]  # what the memory that `sleep` releases is used for
+Part: TypeAlias = Literal["weights", "cache"]  # uses of the memory that `sleep` releases
 
 
 class Engine(Protocol):

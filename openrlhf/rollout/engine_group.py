@@ -1,4 +1,4 @@
-"""Several engines, each in a process of its own, behind one interface: routing of requests, replacing failed engines.
+"""Several engines in separate processes behind one interface: route requests, and replace failed engines.
 
 On a cluster, the processes are Ray actors; with --vllm_engines_per_gpu in one process, they are its children.
 
@@ -23,13 +23,13 @@ from openrlhf.types import Completion, Request
 
 LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
 SHORT_CALL = 600.0  # seconds; deadline of calls without generation, long because a busy engine may answer late
-# Requests by which an engine that has a prompt, or the turns of an episode so far, in its cache may exceed the least
-# busy engine. A prompt is computed quickly; all turns of an episode may be many times as long.
+# How many more requests than the least busy engine an engine may have and still be preferred, because its cache holds
+# the prompt, or the turns of the episode so far. The turns of an episode may be much longer than a prompt.
 PROMPT_SLACK, EPISODE_SLACK = 8, 32
 
 
 async def unguarded(awaited: Awaitable[Answer]) -> Answer:
-    """Await an answer in a run that depends only on the processes of its engines."""
+    """Await an answer, without watching other processes: for runs that depend only on their engines."""
     return await awaited
 
 
@@ -41,7 +41,7 @@ class EngineReplica:
     process: EngineProcess
     running: int = 0  # unfinished requests
     restarts: int = 0
-    ready: bool = True  # False from the moment it is replaced until it has the policy's weights
+    ready: bool = True  # False after a replacement, until the new engine has the policy's weights
     requests: EngineRequests | None = None  # of `process`
     busy: UsageClock = field(default_factory=UsageClock)  # while it has unfinished requests
 
@@ -58,7 +58,7 @@ class EngineGroup:
     by_prefix: dict[int, EngineReplica] = field(default_factory=dict)  # cached prompts; cleared at each sync
     by_episode: dict[int, EngineReplica] = field(default_factory=dict)  # cached episodes; cleared at each sync
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while engines are replaced or get weights
-    send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to engines that are new
+    send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to new engines
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all completions; unfinished requests of a failed engine are generated again."""

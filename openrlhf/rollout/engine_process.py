@@ -41,7 +41,7 @@ CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is ki
 KILL_SECONDS = 30.0  # wait for a killed process to end
 DRAIN_SECONDS = 1.0  # wait for the last messages and output of a process that has ended
 PING_EVERY = 10.0  # seconds
-GRACE_SECONDS = 5.0  # wait again for a missing answer: this process, not the engine's, may have been busy
+GRACE_SECONDS = 5.0  # second wait for a missing answer: this process may have been busy, not the engine's
 TAIL = 4096  # bytes of output kept for the message about a death
 
 
@@ -135,7 +135,7 @@ class EngineChild:
                     answer.set_exception(message.error)
 
     async def _relay_output(self) -> None:
-        """Print what the engine prints, and keep the end of it."""
+        """Forward the engine's output to stderr, and keep the end of it."""
         pipe = self.process.stdout
         assert pipe is not None
         while data := await pipe.read(1 << 16):
@@ -225,11 +225,11 @@ async def open_engine_processes(
     preload: Callable[[], None] | None = None,
     awaits_weights: bool = True,
 ) -> AsyncIterator[EngineGroup]:
-    """Start engines, each in a process of its own; all processes end with the context.
+    """Start engines in separate processes, which end with the context.
 
     `build(number)` returns a picklable function that builds an engine in its process. `environment` is added to this
-    process's. With `in_turn`, an engine loads when the one before is ready; `preload`, which imports, runs in all of
-    them at the same time. With `awaits_weights`, requests wait for the policy's weights.
+    process's. With `in_turn`, each engine loads after the previous one is ready; only the imports (`preload`) run in
+    all of them at the same time. With `awaits_weights`, requests wait for the policy's weights.
     """
     started: list[LocalProcess] = []
     ready: list[LocalProcess] = []

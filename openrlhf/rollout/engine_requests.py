@@ -4,8 +4,8 @@
           ^                                                                                       |
           +--- the request's future  <--- `collect`: all completions that have finished  <--------+
 
-A call between processes takes longer than the trainer's share of a request, so neither direction makes one per request.
-If the process dies, only the requests that are unfinished at that time fail.
+A call between processes takes longer than the trainer's work on a request, so both directions handle many requests per
+call. If the process dies, only the requests that are unfinished at that time fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 class Guard(Protocol):
-    """Awaits an answer, but raises as soon as something fails that the run cannot do without."""
+    """Await an answer, but raise as soon as a process fails that the run depends on."""
 
     async def __call__(self, awaited: Awaitable[Answer]) -> Answer: ...
 
@@ -59,7 +59,7 @@ class EngineRequests:
         asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        """Send what has gathered in this iteration of the event loop."""
+        """Send the requests of this iteration of the event loop."""
         requests, withdrawn = dict(self.unsent), list(self.withdrawn)
         self.unsent.clear()
         self.withdrawn.clear()

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and the interface of that process's handle.
+"""An engine in a separate process, and the interface of that process's handle.
 
 The process is a Ray actor (`cluster/starter.py`) or a child of the trainer (`engine_process.py`). In both cases it runs
 an `EngineWorker`, and the trainer calls the worker's methods through an `EngineProcess`:
@@ -40,7 +40,7 @@ class EngineWorker:
         self.may_collect = asyncio.Event()
 
     async def preload(self, imports: Callable[[], None]) -> None:
-        """Import what the engine needs; engines that must start in turn can do that at the same time."""
+        """Import the engine's modules; engines that must start one by one can still import at the same time."""
         imports()
 
     async def start(self, build: Callable[[], LoadingEngine], awaits_weights: bool) -> None:

@@ -97,7 +97,7 @@ class GroupedRows:
 class Uncached:
     """Decoding without a cache: recompute whole sequences for each token, in the layout of training or row by row.
 
-    This is slow, but row by row it is correct for every model.
+    This is slow, but correct for every model if rows are computed one by one.
     """
 
     network: Network

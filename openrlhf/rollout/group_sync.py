@@ -23,7 +23,7 @@ from openrlhf.rollout.sync_proof import SyncProof, compare
 from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
 CHANNEL_TIMEOUT = 60.0  # seconds, at both ends of a channel
-LOOPBACK = "127.0.0.1"  # address of a channel within one machine
+LOOPBACK = "127.0.0.1"  # address of a channel between processes of one machine
 SECONDS_TO_FAIL = 3 * CHANNEL_TIMEOUT  # time for all processes to report the failure of a transfer
 SECONDS_TO_NOTICE = 2.0  # time for a sender to notice by itself that a receiver is gone
 
@@ -80,7 +80,7 @@ class GroupSync:
 
         In an asynchronous run, these may be newer than the weights of the other engines. If the engines share devices
         with the models, there is room for the policy only while all of them sleep, so all of them receive the weights.
-        They are those of the last sync then, so running requests need not finish first.
+        In that case, they are the weights of the last sync, so running requests need not finish first.
         """
         await self._retry(
             lambda: self._deliver(

@@ -46,7 +46,7 @@ OnDone: TypeAlias = Callable[[int, Completion], None]
 class RunningRow:
     """One request in progress."""
 
-    index: int  # in the list of requests
+    index: int  # position in the list of requests
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class HFEngine:
         self.watch = None if timeout is None else ProgressWatch(timeout, end_hanging_program)
         self.may_generate = asyncio.Event()
         self.may_generate.set()
-        self.gathered: list[Request] = []  # of calls that wait for the next batch
+        self.gathered: list[Request] = []  # requests that wait for the next batch
         self.next_batch: asyncio.Future[list[Completion]] | None = None
         generation = network.decoder.generation_config
         self.ends = end_tokens(generation.eos_token_id if generation else None, tokenizer)
@@ -109,12 +109,12 @@ class HFEngine:
         return choose_decoding(self.network)
 
     def prepare(self) -> Self:
-        """Choose the decoding strategy now, so that a model without one is rejected before any other work."""
+        """Choose the decoding strategy now, to reject a model without one before any other work."""
         assert self.decoding is not None
         return self
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return all completions; calls of the same iteration of the event loop run as one batch."""
+        """Return all completions; calls from the same iteration of the event loop run as one batch."""
         first = len(self.gathered)
         self.gathered += requests
         if self.next_batch is None or self.next_batch.done():

@@ -18,7 +18,7 @@ from openrlhf.errors import RolloutError
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Description with which another process can open a buffer on the same GPU."""
+    """Description of a buffer, from which another process can open it on the same GPU."""
 
     gpu: str  # its UUID: indices may differ between processes
     # Torch's own description: handle, size and offset of the allocation; handle and offset of the reference counter

@@ -1,11 +1,11 @@
 """CUDA MPS: the processes that share a GPU run their kernels side by side, instead of one process after the other.
 
 MPS is a daemon of NVIDIA's driver, to which a process connects when it initialises CUDA. `start_mps` starts one for the
-engines that this process will start. This process is not a client: it and the engines take turns on the GPU, and a
-fault of an MPS client ends all clients of its server. A client cannot continue without its daemon, so the daemon stays
-until this process has ended, even if it was killed: the daemon's parent is a small keeper process, which waits for
-that, stops the daemon (`quit`) and removes its folder. That is why the daemon runs in the foreground (-f) of the keeper
-instead of the background (-d).
+engines that this process will start. This process is not a client: it takes turns with the engines on the GPU anyway,
+and a fault of an MPS client ends all clients of its server. Clients cannot continue without the daemon, so it must
+outlive this process, even if this process is killed. Therefore its parent is a small keeper process, which waits for
+the end of this process, stops the daemon (`quit`) and removes its folder. The daemon runs in the foreground (-f), as a
+child of the keeper, instead of detaching itself (-d).
 
 This file also runs as a script, the keeper and a probe, so it imports nothing but the standard library.
 """
@@ -118,7 +118,7 @@ def tell(command: str, variables: Mapping[str, str]) -> int | None:
 
 
 def serves(variables: Mapping[str, str]) -> bool:
-    """Return whether a process can use CUDA through the daemon, which may answer although its server cannot start."""
+    """Return whether a process can use CUDA through the daemon, which may answer even if its server cannot start."""
     command = [sys.executable, "-I", __file__, PROBE]
     with suppress(subprocess.TimeoutExpired):
         environ = dict(os.environ) | dict(variables)
@@ -127,7 +127,7 @@ def serves(variables: Mapping[str, str]) -> bool:
 
 
 def probe() -> bool:
-    """Open a CUDA context, in a process of its own; return whether that works, or there is no driver to try it with."""
+    """Open a CUDA context in this separate process; return True if that works, or if there is no driver to test."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -146,7 +146,7 @@ def last_line(log: Path) -> str:
 def keep(parent: int) -> None:
     """Run the daemon until the parent has ended, or writes to the pipe; then stop it and remove its folder.
 
-    If the daemon ends before, so does the keeper; while the daemon starts, the parent then reads its log.
+    If the daemon ends first, so does the keeper; a parent that is still waiting for the start then reads the log.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -20,7 +20,7 @@ SHOWN = 5  # maximum number of parameter names in a message
 
 @dataclass
 class SyncProof:
-    """Schedule of the syncs to verify: all until the weights have changed for the first time, then every N-th."""
+    """Schedule of the syncs to verify: all syncs up to the first changed weights, then every N-th."""
 
     every: int = 0  # 0: no periodic verification
     syncs: int = 0

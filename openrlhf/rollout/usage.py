@@ -1,4 +1,4 @@
-"""How long something is in use, by activities that may overlap."""
+"""Measure how long something is in use, when activities may overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class UsageClock:
-    """Adds up the time in which at least one activity is in progress."""
+    """Clock that runs while at least one activity is in progress."""
 
     def __init__(self) -> None:
         self.running = 0  # activities

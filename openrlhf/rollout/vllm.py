@@ -86,7 +86,7 @@ class VLLMEngine(StepLoop):
             from vllm.inputs import tokens_input
 
             self._engine = build_engine(self.spec, self.dtype)
-            if self.spec.engines.devices_per_engine > 1:  # workers in processes of their own
+            if self.spec.engines.devices_per_engine > 1:  # workers run in separate processes
                 self._engine.collective_rpc("end_with_parent")
                 self._engine.collective_rpc("make_stage_inputs")
             try:  # one token, so that a model that vLLM loads but cannot run is rejected before anything else starts
@@ -157,7 +157,7 @@ class VLLMEngine(StepLoop):
 
 
 def preload() -> None:
-    """Import most of what an engine needs, which takes seconds."""
+    """Import most of the engine's modules, which takes seconds."""
     require("vllm", "this engine")
     set_environment()
     import_module("openrlhf.rollout.vllm_worker")

@@ -3,7 +3,7 @@
 On CPU, vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
 packs the new weights again, with two exceptions that `reloading` corrects: a head that shares the embedding's weight
 keeps a packed copy of the old weight, and experts are packed only when their kernel is built. On every device, the
-reload loses what GPT-OSS copies into its layers without their loaders; `keep_direct_copies` keeps it.
+reload loses the weights that GPT-OSS copies into its layers without their loaders; `keep_direct_copies` keeps them.
 
 To verify a load, some columns of each tensor are compared: `sampled` reads them from the received tensor, `read_back`
 from the weights that the layers compute with. `vllm_worker.py` calls all three functions.
@@ -35,7 +35,7 @@ COLUMNS = 64  # columns to read back per matrix, approximately
 
 
 def method_of(module: nn.Module) -> QuantizeMethodBase | None:
-    """Return the method by which vLLM stores a module's weights and computes with them; None if the module has none."""
+    """Return vLLM's quantisation method of a module, which stores and applies its weights; None without one."""
     method = getattr(module, "quant_method", None)
     return method if isinstance(method, QuantizeMethodBase) else None
 
@@ -68,8 +68,8 @@ def reloading(model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
 def keep_direct_copies(model: nn.Module) -> Iterator[None]:
     """Let a layer-wise reload process the experts and attention sinks of GPT-OSS.
 
-    A reload gives layers tensors without memory and collects what their loaders get. The code that loads GPT-OSS writes
-    these tensors itself, so they need memory before, and count as loaded afterwards.
+    A reload gives layers tensors without memory and collects the weights that their loaders receive. GPT-OSS bypasses
+    the loaders and writes these tensors itself, so they are given memory first and counted as loaded afterwards.
     """
     if not type(model).__name__.startswith("GptOss"):
         yield

@@ -1,4 +1,4 @@
-"""The extension with which vLLM's workers, in any process, load new weights without a restart.
+"""Extension of vLLM's workers, in any process, that loads new weights without a restart.
 
 `build_engine` (vllm.py) names `WeightLoading` as the worker extension, and `StepLoop.load` (vllm_loop.py) calls
 `receive_weights` by name on all workers. Each worker iterates over the weights, which may come from the trainer in the
@@ -48,10 +48,10 @@ class WeightLoading:
     rank: int
 
     def end_with_parent(self) -> None:
-        """Let the kernel end this worker process with the one that started it.
+        """Ask the kernel to end this worker when the process that started it ends.
 
-        vLLM's workers notice the end of their parent only between steps, and not at all while they wait for a worker
-        on another node. They would keep the memory of their GPU.
+        vLLM's workers notice the end of their parent only between steps, and not at all while they wait for a worker on
+        another node. Until then, they would occupy the memory of their GPU.
         """
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 

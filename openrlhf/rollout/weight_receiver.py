@@ -64,7 +64,7 @@ class WeightsPerWorker:
 
 
 class WeightReceiver:
-    """A receiver that joined a channel, kept between versions."""
+    """A receiver that has joined a channel; it is reused for later versions."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.channel = channel

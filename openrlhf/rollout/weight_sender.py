@@ -129,17 +129,17 @@ class WeightSender:
                 self.group = self.channel.form_group(self.rendezvous, 0)
 
     def start_broadcast(self, data: Tensor) -> dist.Work:
-        """Start to broadcast bytes [size] by NCCL; it waits on the device for the copies that made them."""
+        """Start broadcasting bytes [size] by NCCL, after the device has finished copying into them."""
         if self.group is None:
             raise BackendError("this weight channel has no NCCL group: its transport is not nccl, or it was closed")
         return self.group.broadcast(data, 0)
 
     def publish(self, message: bytes, data: Tensor | None = None) -> Sending:
-        """Send all receivers a message; on CPUs the bytes [size] follow it, and threads send both."""
+        """Send all receivers a message and, over TCP, the bytes [size] after it; over TCP, threads do the sending."""
         return self.publish_each([message] * len(self.receivers), data)
 
     def publish_each(self, messages: Iterable[bytes], data: Tensor | None = None) -> Sending:
-        """Send each receiver its own message, and all of them the bytes that follow."""
+        """Send each receiver its own message, followed by the same bytes for all."""
         self._read_answers(0.0)
         seconds = self.channel.timeout
         sending: Sending = {}
@@ -147,14 +147,14 @@ class WeightSender:
             if self.channel.transport == "tcp":
                 sending[number] = receiver.start_sending(message, data, seconds)
                 continue
-            try:  # without a thread, which would cost more: a socket takes a header without waiting for the receiver
+            try:  # no thread is needed: a socket accepts a header without waiting for the receiver
                 receiver.link.send(message, seconds)
             except OSError as error:
                 raise RolloutError(f"lost the connection to weight receiver {number}: {error}") from None
         return sending
 
     def await_receivers(self, pending: Callable[[], Collection[int]], complaint: str) -> None:
-        """Wait until no receiver is `pending`, and count the answers that arrive.
+        """Wait until no receiver is `pending`, and count answers as they arrive.
 
         Raise if a receiver reports an error, disconnects or takes too long, or if the channel is called off.
         """
@@ -212,7 +212,7 @@ class InTransit:
     answers: int | None  # how many answers a receiver has given when it has used this; None if it does not answer
 
     def pending(self, receivers: Mapping[int, Receiver]) -> Collection[int]:
-        """Return the numbers of the receivers that have not taken it."""
+        """Return the numbers of the receivers that have not received it."""
         for number, sent in self.sending.items():
             if sent.done():
                 with blame(f"lost the connection to weight receiver {number}"):
