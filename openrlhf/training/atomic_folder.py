@@ -21,7 +21,7 @@ from openrlhf.training.manifest import make_private, write_manifest
 # Hidden folders of this module and of `checkpoint.rotate`; group 1 is the name of the target. Older versions used .old,
 # and no random suffix.
 LEFTOVER = re.compile(r"\.(.*)\.(writing|exporting|replaced|deleting|old)(-[0-9a-f]+)?")
-MARKERS = ("config.json", "adapter_config.json")  # files by which Transformers and PEFT recognise a model
+MARKERS = ("config.json", "adapter_config.json")  # Transformers and PEFT recognise a model by these files
 COMPLETE, NO_SPACE, FAILED = range(3)  # outcomes that process 0 broadcasts
 
 

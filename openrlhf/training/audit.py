@@ -41,7 +41,8 @@ class Audit:
         self.has_signal = True  # whether this rank has anything to learn in the current step
         self.nonzero: dict[int, Tensor] = {}  # index of a parameter -> whether its gradient is nonzero in this step
         self.before: list[Tensor | None] = []  # fingerprints of the masters before the step
-        # [4, parameters], for any audited step and rank: has a gradient, it is nonzero, has a master, the master moved.
+        # [4, parameters], true if in any audited step and on any rank: it has a gradient, the gradient is nonzero, it
+        # has a master, the master moved.
         self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)
         self.hooks = [
             parameter.register_hook(partial(self.see, number)) for number, (_, parameter) in enumerate(self.named)
@@ -56,7 +57,7 @@ class Audit:
     def begin(self, learning_rate: float, *, has_signal: bool = True) -> None:
         """Fingerprint the masters; call before the optimizer step.
 
-        Without a signal on any rank, all gradients are zero by design, and the step says nothing about parameters.
+        If no rank has anything to learn in this step, all gradients are zero by design, and the step does not count.
         """
         self.audited = bool(self.hooks) and learning_rate > 0
         self.has_signal = has_signal

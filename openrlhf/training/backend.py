@@ -194,7 +194,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         return StepLosses(torch.stack(losses), self.sum_metrics(add_metrics(metrics)))  # [micro-batches]
 
     def _count_experts(self, micro_batches: Sequence[Batch]) -> Tensor | None:
-        """Return how many tokens of a step each expert gets, if its load-balancing loss needs them in advance.
+        """Return the number of tokens that each expert gets in a step, if the load-balancing loss needs it in advance.
 
         This takes a forward pass over each micro-batch: the gradient of one depends on the choices in all others.
         """

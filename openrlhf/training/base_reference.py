@@ -16,14 +16,14 @@ from openrlhf.types import Batch
 
 
 class BaseReference(Frozen):
-    """The model below the adapters of a trained network; it takes no memory of its own."""
+    """The model below the adapters of a trained network, which takes no extra memory."""
 
     def __init__(self, backend: TrainBackend) -> None:
         super().__init__(backend.network, backend.device)
         self.backend = backend
 
     def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
-        routed_itself = replace(batch, routed_experts=None)  # as a reference with weights of its own
+        routed_itself = replace(batch, routed_experts=None)  # as for a reference with separate weights
         with without_adapters(self.network.model):
             return self.backend.forward(routed_itself, kind, temperature=temperature)
 

@@ -50,9 +50,9 @@ from openrlhf.training.processes import defers_weights, loading, training_backen
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
-    """Return the evaluation metrics: in every command `eval_loss` and, if there is one, `acc_mean`.
+    """Return the evaluation metrics: `eval_loss` and, if there is an accuracy, `acc_mean`.
 
-    Dashboards of some commands expect names with a space, which are added.
+    The same values are added under names with a space, which dashboards of some commands expect.
     """
     values = values_of(metrics)
     dashboard = {f"eval {name}": values[name] for name in ("gpt_loss", "prm_loss") if name in values}
@@ -197,7 +197,7 @@ def make_backend(
 
 
 def compiles_layers(config: TrainingConfig) -> bool | None:
-    """Return --deepcompile; without it, None (automatic), or False if measured times must not decide the numbers."""
+    """Return --deepcompile; by default None (automatic), or False if the run must not depend on timings."""
     chosen = config.sharding.deepcompile
     return False if chosen is None and config.batches.full_determinism else chosen
 

@@ -9,7 +9,7 @@ from openrlhf.training.prompt_format import PromptFormat
 
 
 class Kind(Enum):
-    """What a saved model computes."""
+    """The kind of a saved model."""
 
     LANGUAGE = "language model"
     REWARD = "reward model"

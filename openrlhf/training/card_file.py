@@ -1,4 +1,4 @@
-"""The file of a model card, README.md, which people edit, and which may exist before the model does.
+"""The README.md with a model card, which people may edit, and which may exist before the model.
 
 Our cards end with a digest of their text, which distinguishes edited cards from those that may be replaced.
 `keep_readme` saves the others when a model moves into a folder: a README.md that is not our card stays, and an edited
@@ -62,4 +62,4 @@ def keep_readme(folder: Path, aside: Path) -> None:
         say(f"{present} is not a model card of OpenRLHF and is kept: the card of the model is {folder / OTHER_CARD}")
     elif was_edited(present):
         present.replace(folder / EDITED_CARD)
-        say(f"the edited model card in {folder} is now {EDITED_CARD}: copy from it what the new card lacks")
+        say(f"the edited model card in {folder} is now {EDITED_CARD}: copy your edits from it to the new card")

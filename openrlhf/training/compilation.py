@@ -1,6 +1,6 @@
 """Compiled decoder layers: for the whole run (--deepcompile true), or as soon as it is clear that they pay off.
 
-Compiling takes half a minute and then makes a step about a fifth shorter, so that a short run is faster without it. By
+Compiling takes half a minute and makes each step about a fifth shorter, so a short run is faster without it. By
 default, `AutomaticCompilation` times the first optimizer steps on a GPU:
 
     plain -> plain (timed) -> plain (timed) -> the rest of the run is long enough? compile -> compiled -> timed, timed
@@ -39,7 +39,7 @@ def compile_decoder_layers(network: Network) -> None:
 def uncompile_decoder_layers(network: Network) -> None:
     """Undo `compile_decoder_layers`."""
     for layer in decoder_layers(network):
-        layer._compiled_call_impl = None  # where `Module.compile` keeps the compiled call; it has no inverse
+        layer._compiled_call_impl = None  # undoes `Module.compile`, which has no inverse
 
 
 def decoder_layers(network: Network) -> list[nn.Module]:
@@ -63,7 +63,7 @@ def pays_off_on(network: Network, device: torch.device) -> bool:
 
 @dataclass
 class AutomaticCompilation:
-    """Compiles the layers of a network when the remaining steps are worth it. Call `begin` and `end` for each step."""
+    """Compiles the layers of a network if enough steps remain to pay for it. Call `begin` and `end` for each step."""
 
     network: Network
     is_compiled: bool = False
@@ -123,8 +123,8 @@ class AutomaticCompilation:
     def survives(self, error: BaseException) -> bool:
         """Return whether to try again without compiled layers.
 
-        The errors of compilers have no common base class. In the first compiled steps, every other error counts as one
-        of them; an error of the model itself then recurs without the compiler.
+        Compiler errors have no common base class. In the first compiled steps, therefore, every other error is blamed
+        on the compiler; an error of the model itself recurs without it.
         """
         ours = isinstance(error, OpenRLHFError | torch.OutOfMemoryError)
         if not self.is_compiled or ours or (self.finished and not isinstance(error, TorchDynamoException)):

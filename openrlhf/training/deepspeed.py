@@ -164,7 +164,7 @@ class DeepSpeedBackend(DistributedBackend):
 
     @property
     def holds_parts(self) -> bool:
-        """Whether each process has shards of all tensors; AutoTP divides them in ways of its own before ZeRO does."""
+        """Whether each process has shards of all tensors; not with AutoTP, which divides tensors before ZeRO does."""
         return self.sharding.zero_stage == 3 and self.sharding.ds_tensor_parallel_size == 1
 
     def parts(self) -> Iterator[WeightPart]:

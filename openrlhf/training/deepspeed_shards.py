@@ -34,7 +34,7 @@ ZeroParameter: TypeAlias = Any  # a parameter to which DeepSpeed may have added 
 def engine_around(
     network: Network, sharding: ShardingFlags, config: Section, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[Engine, Run]:
-    """Build a DeepSpeed engine around a network; also return the callable with which an objective runs it."""
+    """Build a DeepSpeed engine around a network; also return the callable through which objectives run it."""
     if sharding.zero_stage == 3:
         # Gather each block of experts as a unit. Otherwise a rank that routes no token to some expert would not gather
         # it, and the other ranks would hang.
@@ -134,7 +134,7 @@ def put_to_sleep(
     stages 1 to 3, and masters and optimizer state at stage 3.
     """
     frozen: list[ZeroParameter] = [parameter for parameter in network.parameters() if not parameter.requires_grad]
-    if stage == 3:  # DeepSpeed offloads the state of its own optimizers only, and no weights if some are frozen
+    if stage == 3:  # DeepSpeed offloads only the state of its own optimizers, and no weights at all if some are frozen
         gradients = [State.lp_grads, State.contiguous_grad_buffer]
         engine.offload_states(include=gradients if frozen else [State.lp_params, *gradients])
     elif stage > 0:

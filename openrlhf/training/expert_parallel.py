@@ -1,8 +1,8 @@
-"""Expert parallelism: each process holds some of the experts, and tokens travel to their experts and back.
+"""Expert parallelism: each process holds some of the experts, and tokens are sent to their experts and back.
 
-The processes of an expert group hold all experts of every layer together, in equal parts. Each has tokens of its own.
-In the forward pass of a layer's experts, every token is sent to the processes that hold its experts, computed there,
-and sent back, each time with one all-to-all; the backward pass sends the gradients along the same ways. Processes at
+The processes of an expert group hold all experts of every layer together, in equal parts. Each process has different
+tokens. In the forward pass of a layer's experts, every token is sent to the processes that hold its experts, computed
+there, and sent back, each time with one all-to-all; the backward pass sends the gradients the same way. Processes at
 the same position of all groups hold the same experts, and FSDP shards those over them. For example, six processes with
 --expert_parallel_size 2 and a model with eight experts:
 
@@ -59,8 +59,8 @@ def modules_to_divide(network: Network, size: int) -> list[nn.Module]:
     found = expert_modules(network)
     if number_of_experts(network.decoder.config) and not found:
         raise ConfigError(
-            f"--expert_parallel_size {size} cannot divide the experts of {type(network.decoder).__name__}, which are"
-            " modules of their own",
+            f"--expert_parallel_size {size} cannot divide the experts of {type(network.decoder).__name__}, which"
+            " are separate modules",
             try_this="--expert_parallel_size 1",
         )
     for module in found:
@@ -149,7 +149,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def gather_experts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the matrices of all experts, from those that the processes of an expert group hold."""
+    """Gather the matrices of all experts from the processes of an expert group."""
     whole = tensor.new_empty(len(tensor) * dist.get_world_size(group), *tensor.shape[1:])
     dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
     return whole

@@ -47,7 +47,7 @@ def warn_if_too_full(config: TrainingConfig) -> None:
 
 
 def warn_if_replaced(config: TrainingConfig) -> None:
-    """Print a line if --save_path holds a model that the trained one will replace; a resumed run replaces its own."""
+    """Print a line if --save_path holds a model that this run will replace; not for a resumed run's own model."""
     folder = Path(config.checkpoints.save_path)
     names = MARKERS[1:] if config.lora.lora_rank else MARKERS  # an adapter leaves the model next to it alone
     if not config.checkpoints.load_checkpoint and any((folder / name).exists() for name in names):

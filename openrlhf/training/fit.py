@@ -92,7 +92,7 @@ class Fit(Generic[Row, Collated, Prepared]):
             )
         save_steps, eval_steps, total = self.checkpoints.save_steps, self.logs.eval_steps, self.order.total_steps
         last: dict[str, float] = {}
-        # A resumed run may have learned most of what it will, so its loss need not fall.
+        # A resumed run may have finished most of its learning, so its loss need not fall.
         health = SupervisedHealth(clipped=self.optimizer.max_norm > 0, watches_loss=first_step == 0)
         with stop_request(SAVES_NOTHING if self.checkpoints.disable_ds_ckpt else SAVES) as stop:
             for step in range(first_step, total):
@@ -212,7 +212,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         return bool(self.backend.agree(self.backend.process == 0 and has_room(root, needed, what)))
 
     def resume(self, folder: Path) -> int:
-        """Restore the run from a checkpoint; return the step to continue with."""
+        """Restore the run from a checkpoint; return the next step."""
         state = checkpoint.read_state(folder)
         if state["num_rows"] != len(self.rows):
             raise BackendError(

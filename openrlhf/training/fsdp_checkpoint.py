@@ -1,9 +1,9 @@
 """Checkpoints of sharded weights and optimizer states, which any number of processes can read.
 
-Each process writes its block of every tensor to a safetensors file of its own, with the place of the block, and the
-first one also an index with the full shapes. FSDP divides the rows of a tensor over the processes in order and as
-evenly as `torch.chunk`; tensor parallelism divides rows or columns before. A process that resumes reads its own block,
-from as many files as it is spread over:
+Each process writes its block of every tensor, with the position of the block, to its own safetensors file; the first
+process also writes an index with the full shapes. FSDP divides the rows of a tensor over the processes in order and as
+evenly as `torch.chunk`; before that, tensor parallelism divides rows or columns. On resume, each process reads its new
+block from all files that contain a part of it:
 
     saved by 4 processes     [ rank0 ][ rank1 ][ rank2 ][ rank3 ]
     resumed by 2             [     rank 0     ][     rank 1     ]
@@ -110,7 +110,7 @@ def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
 
 
 class SavedTensor(Protocol):
-    """A tensor in a safetensors file, of which indexing reads a part."""
+    """A tensor in a safetensors file; indexing reads only the requested part."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -118,7 +118,7 @@ class SavedTensor(Protocol):
 
 
 def _copy_common_part(saved: SavedTensor, starts: Sequence[int], target: Tensor, block: Block) -> None:
-    """Copy what a saved block, which starts at `starts`, and the block of the target have in common."""
+    """Copy the overlap of a saved block, which begins at `starts`, into the target block."""
     there: list[slice] = []
     here: list[slice] = []
     for start, length, wanted in zip(starts, saved.get_shape(), block.ranges, strict=True):

@@ -2,10 +2,11 @@
 
 Each decoder layer is a group, which is gathered while the layer runs. The other parameters, embeddings and heads, are
 the root group, which is gathered while the whole network runs: a head is applied to chunks of targets, and ranks have
-different numbers of chunks, so it cannot be gathered call by call. A sharded parameter is a DTensor, of which each rank
-holds a range of rows, its shard. The functions that gather are collective: all ranks call them in the same order.
+different numbers of chunks, so gathering it call by call would deadlock. A sharded parameter is a DTensor, of which
+each rank holds a range of rows, its shard. The functions that gather are collective: all ranks call them in the same
+order.
 
-With --expert_parallel_size, the experts of a layer are a group of their own, sharded over the ranks that hold the same
+With --expert_parallel_size, the experts of a layer are a separate group, sharded over the ranks that hold the same
 experts (`expert_parallel.py`).
 """
 
@@ -99,7 +100,7 @@ def shard_network(
         mesh = ranks[SAME_EXPERTS] if module in divided else everyone
         if tensor_parallel is not None and module is not root:
             tensor_parallel.split(module)
-            mesh = tensor_parallel.grid["data"]  # peers have different parts, which other processes share
+            mesh = tensor_parallel.grid["data"]  # peers hold different parts, each of which other processes also hold
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=host, ignored_params=kept)
     files.must_be_used_up()
     for group in groups_of(root):
@@ -128,7 +129,7 @@ def groups_of(root: Root) -> list[FSDPModule]:
 
 
 def run_sharded(root: Root) -> Run:
-    """Return the callable with which an objective runs a sharded network."""
+    """Return the callable through which objectives run a sharded network."""
     call = root.run_by(root)
 
     def run(
@@ -161,7 +162,7 @@ def expert_groups(root: Root) -> ExpertGroups:
 def block_of(tensor: Tensor, experts: dist.ProcessGroup | None = None) -> Block:
     """Return the part of a tensor that this rank holds; `experts` is the group that its experts are divided over.
 
-    FSDP divides what tensor and expert parallelism have left, so the last dimension of the mesh divides first.
+    FSDP divides the parts that tensor and expert parallelism leave, so the last dimension of the mesh divides first.
     """
     block = Block.whole(tensor.shape)
     if experts is not None:

@@ -1,8 +1,8 @@
 """Signs that a supervised run is going wrong, found in the numbers that it computes anyway.
 
-A check gets the numbers of each step and returns the lines to print. A line says what is wrong and what to try, and
-appears once per run. The thresholds are far from anything that a healthy run shows, because a warning that is often
-wrong is not read. `rl/health.py` is the counterpart for reinforcement learning.
+A check gets the numbers of each step and returns the lines to print. A line describes the problem and a remedy, and
+appears once per run. The thresholds are far outside the range of healthy runs, because users ignore warnings that are
+often wrong. `rl/health.py` is the counterpart for reinforcement learning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Upload of a finished model to the Hugging Face Hub (--push_to_hub).
 
-`check_login` runs before anything expensive and asks the hub who the token belongs to; the rules in
+`check_login` runs before anything expensive and asks the hub for the owner of the token; the rules in
 `config/checks/export.py` have already checked the name of the repository. `push_folder` runs after the model has been
-saved, so a failed upload costs nothing but a second attempt, whose command the error contains.
+saved, so a failed upload loses nothing: the error contains the command that repeats it.
 
 The token comes from HF_TOKEN or from `hf auth login`. It is not a flag, so no record of a run can contain it.
 """
@@ -112,7 +112,7 @@ def model_files(folder: Path) -> list[str]:
 
 @contextmanager
 def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
-    """Turn a failed upload into one line that says where the model is, and how to upload it later."""
+    """Turn a failed upload into one line with the model's folder and the command to upload it later."""
     try:
         yield
     except (HTTPError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: large files, hf_xet
@@ -125,7 +125,7 @@ def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the reason for a failure in one line: what the hub says or, without an answer, the error itself."""
+    """Return the reason for a failure in one line: the hub's message or, without an answer, the error itself."""
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return f"{error.response.status_code} {' '.join(error.server_message.split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

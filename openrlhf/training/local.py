@@ -117,7 +117,7 @@ class LocalBackend(MasterBackend):
         adam_offload: bool = False,
         compile_layers: bool | None = False,
     ) -> None:
-        """`compile_layers` is None if the layers are compiled as soon as that pays off within the run."""
+        """Set up the optimizer; `compile_layers` is None to compile if enough steps remain to pay for it."""
         super().__init__(network.to(device), device)
         choose_layout(network, self.forward)
         network.train()

@@ -1,7 +1,7 @@
 """Memory before and during a run: reject one that cannot fit, and explain an out-of-memory error.
 
-`check_memory` plans a run before its models load (`openrlhf/plan`). It rejects only runs that cannot fit however short
-their data is, and prints one line about tight ones. `explain_memory` turns an out-of-memory error of a phase into one
+`check_memory` plans a run before its models load (`openrlhf/plan`). It rejects only runs that cannot fit even with the
+shortest data, and prints one line about tight ones. `explain_memory` turns an out-of-memory error of a phase into one
 that names the largest terms of the plan and the flags that help.
 """
 
@@ -42,7 +42,7 @@ def detect_machine(asked: str = "auto") -> Machine:
 
 
 def gpu_of(name: str, memory: float) -> GPU:
-    """Return what is known about a GPU; one that is not in the table has its memory and the speed of an A10."""
+    """Return the figures of a GPU; for one that is not in the table, its own memory and the speed of an A10."""
     return find_gpu(name, memory) or GPU(name, memory, teraflops=125.0, bandwidth=600.0, link=25.0, host=20.0)
 
 

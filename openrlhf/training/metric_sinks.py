@@ -137,7 +137,7 @@ class Trackio:
     """
 
     def __init__(self, project: str, *, name: str, config: dict[str, object]) -> None:
-        with redirect_stdout(sys.stderr):  # it prints where its files are
+        with redirect_stdout(sys.stderr):  # it prints the location of its files
             import trackio
 
             measured = {"auto_log_gpu": False, "auto_log_cpu": False}  # only the run's own metrics

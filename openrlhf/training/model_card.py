@@ -1,4 +1,4 @@
-"""The model card (README.md) of a saved model: what it is, how to prompt it, and how it was made.
+"""The model card (README.md) of a saved model: its kind, how to prompt it, and how it was trained.
 
 `training_card` describes the result of a training run; `inference/converted_card.py` describes a model that was merged
 or converted, and carries over the section on training. `write_card` puts a card into a folder that is being saved: the
@@ -35,7 +35,7 @@ from openrlhf.training.run_directory import SECRET, package_versions, shown_flag
 
 MakeCard = Callable[[], ModelCard]
 TRAINING_SECTION = "## Training"  # from here to its end, a card is carried over to converted models
-# Flags that say where a run writes and reports, but not what it trains.
+# Flags that affect only where a run writes and reports.
 NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "use_trackio"}
 NOT_REPRODUCED |= {"push_to_hub", "hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
 PROCESS_REWARD_TAG = "process-reward-model"
@@ -109,7 +109,7 @@ def training_card(
 
 
 def example_of(config: TrainingConfig, path: str, kind: Kind) -> Example:
-    """Collect what the example code of a trained model depends on."""
+    """Collect the facts that the example code of a trained model depends on."""
     example = Example(
         path,
         kind,
@@ -124,7 +124,7 @@ def example_of(config: TrainingConfig, path: str, kind: Kind) -> Example:
 
 
 def base_of(config: TrainingConfig, kind: Kind) -> str:
-    """Return the model that training started from; a critic starts from one of its own or from a reward model."""
+    """Return the model that training started from; for a critic, --critic_pretrain or a reward model."""
     is_critic = isinstance(config, RLConfig) and kind is Kind.CRITIC
     return str(critic_model(config) if is_critic else config.model.pretrain)
 
@@ -223,9 +223,7 @@ def prompt_section(prompt: PromptFormat, kind: Kind) -> str:
         return ""
     lines = ["## Prompt format", ""]
     if prompt.chat:
-        whose = (
-            "a chat template of its own (in the example)" if prompt.chat_template else "the tokenizer's chat template"
-        )
+        whose = "its own chat template (in the example)" if prompt.chat_template else "the tokenizer's chat template"
         lines.append(f"The model was trained with {whose}; use it for every prompt.")
         if prompt.system_prompt:
             lines.append(f"Conversations start with this system message: {prompt.system_prompt!r}")

@@ -48,7 +48,7 @@ class MovingAverage:
             save_shards(folder / FOLDER, named, self.blocks, **place)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, with any number of processes."""
+        """Restore a saved average; the number of processes may differ."""
         if not self.tensors:
             return
         if (folder / WHOLE_FILE).is_file():

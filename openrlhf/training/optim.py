@@ -35,7 +35,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
 
     The first step of a warm-up has the factor zero, as in Transformers.
     """
-    from transformers import get_scheduler  # imported late, because it imports PEFT and bitsandbytes, which is slow
+    from transformers import get_scheduler  # imported late: it imports PEFT and bitsandbytes, which is slow
 
     kwargs = {"min_lr_rate": min_lr_ratio} if name in WITH_MIN_LR else None
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -1,4 +1,4 @@
-"""The plan command: what a training command needs on a machine, from its flags and the models' config.json."""
+"""The plan command: predict the memory and time of a training command from its flags and the models' config.json."""
 
 from __future__ import annotations
 

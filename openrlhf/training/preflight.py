@@ -112,7 +112,7 @@ def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
 
 
 def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
-    """Report flags that have no effect on this device or with these model families."""
+    """Report flags that have no effect on this device or with the models of the run."""
     found: list[str | None] = [config.model.pretrain]  # every model that the run loads
     match config:
         case RLConfig():

@@ -143,7 +143,7 @@ def join_process_group(backend: str, timeout: timedelta, device: torch.device | 
 
 
 def listen_on(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address, or on all addresses if other machines reach this one by another."""
+    """Return a socket that listens on this address, or on all addresses if it is not an address of this machine."""
     family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     # torchrun and our Ray actors set LOCAL_WORLD_SIZE, the deepspeed launcher sets LOCAL_SIZE.
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(world_size())

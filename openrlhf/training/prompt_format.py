@@ -1,4 +1,4 @@
-"""How prompts were written in training, so that a model can later be prompted the same way.
+"""The prompt format of training, recorded so that the model can later be prompted the same way.
 
 A model card holds the format twice: as text and example code for people (`card_example`), and in its metadata, from
 which `openrlhf export` reads it to write the template of a Modelfile.

@@ -1,8 +1,8 @@
 """Random numbers: seeds at the start of a run, and random states in its checkpoints.
 
-All processes start from the same seed, so that newly initialised weights agree; after the models are built, each gets a
-different seed for dropout. A checkpoint contains one file of random states per rank, so that a resumed run uses the
-same random numbers as an uninterrupted one.
+All processes start from the same seed, so newly initialised weights agree; after the models are built, each process
+gets a different seed for dropout. A checkpoint contains one file of random states per rank, so that a resumed run uses
+the same random numbers as an uninterrupted one.
 """
 
 import os

@@ -65,7 +65,7 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
 
 
 def free_folders(config: TrainingConfig) -> dict[str, str]:
-    """Return, for each flag whose folder another run may use, the flags with which both can run.
+    """Return the flags that let this run start next to another one, by the flag whose folder that run may be using.
 
     All runs of a command share the default --ckpt_path, as in OpenRLHF.
     """

@@ -3,7 +3,7 @@
 Transformers has a plan for most families, such as `layers.*.self_attn.q_proj: colwise`. A column-wise matrix gives each
 process some of the outputs (attention heads), and the row-wise matrix after it takes them as inputs and adds up the
 results of all processes. `TensorParallel` applies the plan with PyTorch's parallel styles, one layer at a time, before
-FSDP shards what is left over the other processes, so that a matrix is divided over a grid. With 4 processes and
+FSDP shards the resulting parts over the other processes, so a matrix is divided over a grid. With 4 processes and
 --ds_tensor_parallel_size 2:
 
     matrix rows     [ upper half       ] [ lower half       ]      ranks 0 1 | 2 3    tensor-parallel peers
@@ -42,7 +42,7 @@ STYLES: dict[str, ParallelStyle] = {**COLUMNS, **ROWS}
 WHOLE = "replicated_with_grad_allreduce"  # a norm of single heads, whose gradient is the sum over all heads
 IN_A_LAYER = re.compile(r"(^|\.)layers\.")
 FLAG = "--ds_tensor_parallel_size"
-CHECKED_STEPS = 3  # optimizer steps in which peers compare gradients; those of the first may be zero
+CHECKED_STEPS = 3  # first steps, in which peers compare gradients; those of one step alone may be zero
 ROUNDING = 0.02  # relative difference of gradient norms up to which peers agree
 NEGLIGIBLE = 1e-6  # gradient norms below this share of the largest one are not compared
 
@@ -80,7 +80,7 @@ def device_grid(device_type: str, size: int) -> DeviceMesh:
 
 
 def data_ranks(device_type: str, size: int) -> dist.ProcessGroup:
-    """Return the group with one process of each data-parallel rank: those at the same place among their peers."""
+    """Return the group of the processes with this one's position among their peers: one for each data-parallel rank."""
     if size > 1:
         return device_grid(device_type, size)["data"].get_group()
     world = dist.group.WORLD
@@ -100,7 +100,7 @@ class TensorParallel:
         self.decoder = network.decoder
         self.steps = 0
         self.layers: list[nn.Module] = []  # that are split
-        self.partial: list[nn.Module] = []  # modules whose parameters have a part of their gradient on each peer
+        self.partial: list[nn.Module] = []  # modules whose peers each compute only a part of the gradient
         plan: dict[str, str] = network.decoder._tp_plan or {}
         named = network.decoder.named_modules()
         self.styles = {module: style for name, module in named if (style := plan.get(_without_numbers(name)))}
@@ -135,7 +135,7 @@ class TensorParallel:
             parallelize_module(target, self.peers, STYLES[style], src_data_rank=None)  # each peer has read the weight
 
     def sum_partial_gradients(self) -> None:
-        """Add up the gradients of which each peer has a part; call once for each optimizer step."""
+        """Sum gradients that are spread over the peers; call once per optimizer step."""
         for module in self.partial:
             for parameter in module.parameters():
                 shard = _local_gradient(parameter)
@@ -149,7 +149,7 @@ class TensorParallel:
         self.steps += 1
 
     def _compare_gradients(self) -> None:
-        """Raise in all processes if peers have different gradients of a parameter that each of them holds whole.
+        """Raise in all processes if peers have different gradients for a parameter that each of them holds whole.
 
         A plan may omit parameters between a column-wise and a row-wise matrix. Each peer has only a part of their
         gradient, so they would diverge.

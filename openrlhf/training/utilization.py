@@ -18,7 +18,7 @@ from openrlhf.types import Batch
 
 
 class UtilizationMeter:
-    """Counts the FLOPs and seconds of one optimizer step in one process."""
+    """Counter of the FLOPs and seconds of one optimizer step in one process."""
 
     def __init__(self, network: Network, device: torch.device) -> None:
         half = network.dtype in (torch.bfloat16, torch.float16)  # the peak is that of half precision
