@@ -34,7 +34,7 @@ def is_main_process() -> bool:
 def say(line: str) -> None:
     """Print one line to stderr, which keeps stdout free for piping; only the main process prints.
 
-    Control characters are shown instead of obeyed: a message may quote a model, a server or a dataset. If there is a
+    Control characters are escaped, because a message may quote a model, a server or a dataset. If there is a
     progress bar, the line appears above it.
     """
     if not is_main_process():

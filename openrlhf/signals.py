@@ -8,9 +8,8 @@ these functions do nothing, unless the main thread waits for that thread and for
 
 An exception is raised only when the main thread next runs Python code, and the cleanup after it may hang. Each command
 therefore has a thread that also counts the signals (`LastResort`): GRACE_SECONDS after the second request it kills the
-child processes and ends the program. Where nothing can be lost, it does so at the first request
-(`end_at_first_signal`). Code that never releases the interpreter lock blocks this thread, too; then only SIGKILL ends
-the program.
+child processes and ends the program. If nothing can be lost, it does so at the first request (`end_at_first_signal`).
+Code that never releases the interpreter lock blocks this thread, too; then only SIGKILL ends the program.
 """
 
 import os

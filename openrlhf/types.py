@@ -120,7 +120,7 @@ def tensors_on(data: object, device: torch.device) -> dict[str, Tensor]:
 
 
 def field_names(data: object) -> list[str]:
-    """Return the names of a dataclass's fields, without what it derives from them."""
+    """Return the names of a dataclass's fields, without cached values derived from them."""
     assert is_dataclass(data)
     return [item.name for item in fields(data)]
 
@@ -132,9 +132,9 @@ Kind = TypeVar("Kind", bound="Batch")
 class Batch:
     """Several sequences as tensors, padded to one length or packed into a single row.
 
-    Positions and numbers of the sequences follow from their lengths, so that a batch that is sent to another process
-    carries only ids, masks and values. A filler is a copy of another batch for a rank with fewer micro-batches than the
-    others. It is computed, because sharded models run on all ranks together, but its results are ignored.
+    Positions and numbers of the sequences are derived from their lengths, so a batch carries only ids, masks and values
+    to another process. A filler is a copy of another batch for a rank with fewer micro-batches than the others. It is
+    computed, because sharded models run on all ranks together, but its results are ignored.
     """
 
     input_ids: Tensor  # [rows, tokens]; 64 bits on a device, 32 bits suffice before
@@ -174,8 +174,8 @@ class Batch:
     def places(self) -> TokenPlaces:
         """Places of tokens, targets and the ends of sequences.
 
-        The number of places depends on the contents of the batch. On a device, the host would have to wait for it, so
-        `to` derives the places before it moves a batch.
+        The number of places depends on the contents of the batch. The host would have to wait for a device to count
+        them, so `to` derives the places before it moves a batch.
         """
         numbers, positions = self.sequence_ids.flatten(), self.position_ids.flatten()  # [rows x tokens] each
         tokens = (numbers >= 0).nonzero().squeeze(-1)
@@ -287,7 +287,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prefix: int = 0  # requests with the same id share a prompt; route them to the same prefix cache
-    episode: int | None = None  # requests with the same id continue each other, likewise
+    episode: int | None = None  # requests with the same id continue each other; route them to the same cache
 
 
 FinishReason = Literal["stop", "length"]
@@ -350,7 +350,7 @@ class Trajectory:
     input_ids: NDArray[np.int32]  # [tokens]
     action_mask: NDArray[np.bool_]  # [tokens]
     rollout_log_probs: NDArray[np.float32]  # [tokens]
-    token_versions: NDArray[np.int32]  # [tokens]: of the weights that sampled each token, or NOT_SAMPLED
+    token_versions: NDArray[np.int32]  # [tokens]: version of the weights that sampled each token, or NOT_SAMPLED
     reward: float
     score: float
     truncated: bool  # the last turn or the episode was cut off by a limit

@@ -1,4 +1,4 @@
-"""Import paths of upstream OpenRLHF, kept so that existing reward and agent files work unchanged.
+"""Import paths of upstream OpenRLHF, kept for existing reward and agent files.
 
 These modules only re-export names; the implementations are in `openrlhf.agents`.
 """

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl piece by piece: each call returns what a run has written since the last one.
+"""Read metrics.jsonl piece by piece: each call returns the lines that were added since the previous one.
 
 The reader keeps no state: the caller passes the position where it stopped. A file that was replaced, as by a resumed
 run, is read again from the start.
@@ -56,11 +56,11 @@ def read_metrics(path: Path, since: Position = START) -> NewMetrics:
             start = 0 if restarted else since.offset
             file.seek(start)
             data = file.read(MOST_BYTES)
-            if b"\n" not in data:  # a line longer than that, or an incomplete one
+            if b"\n" not in data:  # a line longer than MOST_BYTES, or an incomplete line
                 data += file.readline()
     except FileNotFoundError:
         return NewMetrics({}, Position(), restarted=since.offset > 0, more=False)
-    except OSError:  # such as a network file system that does not answer: keep the earlier points and ask again
+    except OSError:  # for example, a network file system does not answer: keep the earlier points and ask again
         return NewMetrics({}, since, restarted=False, more=False)
     complete = data[: data.rfind(b"\n") + 1]
     curves: dict[str, Points] = {}

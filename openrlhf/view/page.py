@@ -1,8 +1,8 @@
 """Assemble the page: served with links to its files, or as one file that contains everything.
 
-Scripts are modules that import each other as "view/NAME.js". An import map says where these are: next to the served
-page, or in a report inside the page itself, as data: URLs. The content security policies allow exactly these scripts
-and styles; nothing can be loaded from or sent to another place.
+Scripts are modules that import each other as "view/NAME.js". An import map locates them: next to the served page or, in
+a report, inside the page as data: URLs. The content security policies allow exactly these scripts and styles; nothing
+can be loaded from, or sent to, another address.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def report_page(title: str, data: bytes) -> str:
 
 
 def _fill(title: str, head: str, scripts: str) -> str:
-    """Fill the template; each part is inserted once, so the text of a part is never taken for the mark of another."""
+    """Fill the template; all parts are inserted in one pass, so text in a part is never mistaken for a placeholder."""
     icon = f'<link rel="icon" href="{_data_url(ICON.encode(), "image/svg+xml")}">'
     before, _, rest = (STATIC / "index.html").read_text(encoding="utf-8").partition("<!-- head -->")
     body, _, after = rest.partition("<!-- scripts -->")

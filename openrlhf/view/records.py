@@ -1,8 +1,8 @@
-"""Read recorded samples. `SampleRecords` hides from the rest of the viewer how they are stored.
+"""Read recorded samples. `SampleRecords` hides the storage format from the rest of the viewer.
 
 `rl/record.py` writes one Parquet file per step, which is complete once it has its name. Versions before 1.1 wrote JSON
-lines. Such a file may be cut short, and a line may be broken: only complete lines are read, and a broken one becomes
-None. A place is where a sample begins in its file.
+lines. Such a file may be cut off, and a line may be broken: only complete lines are read, and a broken line becomes
+None. A place is the position of a sample in its file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from openrlhf.training.earlier_run import step_files
 from openrlhf.view.metrics import finite
 
 LARGEST = 2**53
-ROWS_AT_ONCE = 64  # of a Parquet file that are converted to Python objects
+ROWS_AT_ONCE = 64  # rows of a Parquet file that are converted to Python objects at a time
 COLUMNS = [  # that are shown
     *("step", "prompt", "response", "reward", "score", "truncated", "version", "extra_logs"),
     *("input_ids", "action_mask", "advantages", "old_log_probs", "rollout_log_probs"),
@@ -142,7 +142,7 @@ def read_lines(path: Path, start: int) -> Iterator[SampleRecord]:
 
 
 def read_parquet(path: Path, start: int) -> Iterator[SampleRecord]:
-    """Yield the rows of a file, starting at a row number; the last one ends at the size of the file: all is read."""
+    """Yield the rows of a file, starting at a row number; the last row ends at the size of the file."""
     try:
         with path.open("rb") as opened, ParquetFile(opened) as file:
             count, size, first = file.metadata.num_rows, path.stat().st_size, 0

@@ -17,7 +17,7 @@ from openrlhf.monitor import METRICS_FILE
 from openrlhf.training.earlier_run import CONFIG_FILE, ROLLOUTS
 
 MOST_DEPTH = 4  # levels of folders to search below a given one
-USUAL_NAME = "run"  # name of the run directory in --save_path, which says nothing about the run
+USUAL_NAME = "run"  # default name of a run directory in --save_path, which does not distinguish runs
 
 
 @dataclass(frozen=True)

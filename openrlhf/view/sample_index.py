@@ -1,8 +1,8 @@
-"""SQLite index over recorded samples: filters, order and full-text search over 100,000 of them stay quick.
+"""SQLite index over recorded samples: filters, sorting and full-text search stay fast for 100,000 of them.
 
-The index holds what lists and filters need, and where each sample begins in its file; tokens and full texts stay in the
-files. `update` reads only what was added since the last call. One thread updates it, and any thread may query it: each
-call has its own connection.
+The index holds the columns for lists and filters, and the position of each sample in its file; tokens and full texts
+stay in the files. `update` reads only new samples. One thread updates it, and any thread may query it: each call has
+its own connection.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from openrlhf.view.records import RecordFile, Sample, SampleRecords
 
 PAGE_SIZE = 50
 MOST_SHOWN = 160  # characters of prompt and response in a list
-BATCH = 500  # samples per transaction: others see progress, and a large file does not fill the memory
-# Chinese and Japanese have no spaces between words, so the index takes each of their characters as a word, and the
-# search a run of them as a phrase. SQLite's trigrams would make the index three to seven times as large and need three
-# characters, while most Chinese words have two. `source.js` has the same ranges.
+BATCH = 500  # samples per transaction: readers see progress, and a large file does not fill the memory
+# Chinese and Japanese have no spaces between words, so the index treats each of their characters as a word, and the
+# search treats a run of characters as a phrase. SQLite's trigrams would make the index three to seven times as large
+# and need three characters, while most Chinese words have two. `source.js` has the same ranges.
 UNSPACED = re.compile(
     r"[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
 )
 
-# Rows of `texts` cannot be deleted, because it stores no texts. AUTOINCREMENT never uses the number of a deleted sample
-# again, so what is left of it matches nothing. Each index ends with the rowid, which makes every order unique.
+# Rows of `texts` cannot be deleted, because it stores no texts. AUTOINCREMENT never reuses the number of a deleted
+# sample, so the rest of it matches nothing. Each index ends with the rowid, which makes every order unique.
 SCHEMA = """
 PRAGMA journal_mode = WAL;
 CREATE TABLE files (
@@ -63,7 +63,7 @@ Finish: TypeAlias = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Query:
-    """Which samples of a run to list; None does not restrict. Bounds are inclusive."""
+    """Filters for the samples of a run; None means no filter. Bounds are inclusive."""
 
     run: int
     step_from: float | None = None
@@ -107,7 +107,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Located:
-    """Where the record of a sample is."""
+    """The location of a sample's record."""
 
     id: int
     run: int
@@ -135,7 +135,7 @@ class SampleIndex:
             yield database
 
     def update(self, run: int, records: SampleRecords) -> int:
-        """Index what was added to the records of a run; return the number of records read.
+        """Index new records of a run; return the number of records read.
 
         If a file cannot be read, raise OSError after the other files have been indexed.
         """
@@ -183,7 +183,7 @@ class SampleIndex:
         count = 0
         while not self.stopped.is_set() and (batch := list(islice(rest, BATCH))):
             count += len(batch)
-            with database:  # samples, and the place where the next one begins, together
+            with database:  # in one transaction: the samples, and the position of the next one
                 for record in batch:
                     if record.sample is not None:
                         _insert(database, run, number, record.place, record.sample)

@@ -99,7 +99,7 @@ def _answer(value: object) -> Response:
 
 
 class Server(uvicorn.Server):
-    """The page's server, which also keeps the index of samples current while it runs."""
+    """The page's server; while it runs, it also keeps the index of samples current."""
 
     def __init__(self, viewer: Viewer) -> None:
         super().__init__(

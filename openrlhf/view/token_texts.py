@@ -1,7 +1,8 @@
 """The text of each token, decoded by the tokenizer that the run saved or started from.
 
-A record holds token ids and the text of the whole response. Colouring single tokens needs their texts, so the tokenizer
-is loaded with `tokenizers`, which is quick, and only from this machine. Without one, the page shows ids.
+A record holds token ids and the text of the whole response. To colour single tokens, the page needs their texts, so the
+tokenizer is loaded with `tokenizers`, which is fast, and only from this machine. Without a tokenizer, the page shows
+ids.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Viewer:
     def find_new_runs(self) -> None:
         """Search the folders again, which takes a while if they are large."""
         known = {run.folder for run in self.found}
-        with suppress(ConfigError, OSError):  # the folders were moved or deleted; what is known can still be shown
+        with suppress(ConfigError, OSError):  # the folders were moved or deleted; known runs can still be shown
             self.found += [run for run in find_runs(self.folders) if run.folder not in known]
 
     def update(self) -> int:
