@@ -324,7 +324,7 @@ not have been its peak: PyTorch rounds each pinned tensor up to a power of two, 
 on top, which a plan lists as `rounding of pinned memory` and which was not measured. With PyTorch 2.13,
 `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1` turns the rounding off.
 
-**No measurement is behind** everything on more than one GPU (the shards of ZeRO and FSDP, buckets, gathered layers,
+**Not measured:** everything on more than one GPU (the shards of ZeRO and FSDP, buckets, gathered layers,
 tensor parallelism, rings, NCCL, all times that depend on links), other GPUs than the H200, mixtures of experts,
 activations under LoRA and QLoRA, 4-bit weights, the Transformers engine's cache, and host memory while loading and
 saving. They follow from what the code allocates.
