@@ -123,7 +123,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.told, self.told_at = self.done, time.monotonic()
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude time in which nothing could advance from the rate and the time left."""
+        """Leave time without possible progress out of the rate and the time left."""
         self.started += seconds
         if self.bar is not None:
             self.bar.start_t += seconds

@@ -1,7 +1,8 @@
 """Reward functions with the signature of TRL or verl: how to call them from a `reward_func`.
 
 Such a function could often be called with our arguments and would return wrong rewards without an error, because TRL's
-(prompts, completions) would get our (queries, prompts). So it is rejected, with the wrapper to add to the file.
+(prompts, completions) would get our (queries, prompts). Therefore it is rejected, and the error contains the wrapper to
+add to the file.
 """
 
 from __future__ import annotations

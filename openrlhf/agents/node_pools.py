@@ -1,8 +1,9 @@
 """The pools of worker processes that run user code: one on this node and, on a cluster, one on each other node.
 
-`FileRewards` and `AgentEpisodes` call `NodePools`, which passes each call to the least busy pool. Deadlines, retries
-and blame are those of a pool (`sandbox/pool.py`). A pool that is lost with its node is dropped, and its calls start
-again in the others; an episode then gets the same completions for the same requests, and the engine is not asked again.
+`FileRewards` and `AgentEpisodes` call `NodePools`, which passes each call to the least busy pool. Each pool handles
+deadlines, retries and the attribution of crashes (`sandbox/pool.py`). A pool that is lost with its node is dropped, and
+its calls start again in the others; an episode then gets the same completions for the same requests, and the engine is
+not asked again.
 """
 
 from __future__ import annotations

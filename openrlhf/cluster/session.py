@@ -115,7 +115,7 @@ class Cluster:
         return port
 
     def node_slot(self, node: Node) -> ProcessSlot:
-        """Return the slot of a process without devices, on any node; it takes nothing from the devices of runs."""
+        """Return the slot of a process without devices, on any node; the process takes no devices from runs."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)

@@ -45,7 +45,7 @@ class PolicyRanks:
         return [Receiving(channel, number) for channel, number in found if channel is not None]
 
     def _choose_senders(self, machines: Mapping[int, Sequence[str]]) -> dict[int, list[int]]:
-        """Return, for each engine, the rank that sends to each of its workers."""
+        """Return the sending rank for each worker of each engine."""
         size = self.workers_per_engine
         if self.transport == "ipc":  # the worker's own GPU
             places = {number: number // self.engines_per_gpu * size for number in machines}

@@ -164,8 +164,8 @@ def share_trajectories(
 ) -> tuple[list[list[int]], list[list[Trajectory]]]:
     """Split samples over the ranks with balanced token counts; return their indices and the samples, by rank.
 
-    Samples of a prompt stay together as far as that is balanced, because a model may compute their prompt once. A rank
-    without a sample gets a copy of the shortest one, because the ranks of a sharded model wait for each other.
+    Samples of a prompt stay together if the balance allows, because a model may then compute their prompt only once. A
+    rank without a sample gets a copy of the shortest one, because the ranks of a sharded model wait for each other.
     """
     lengths = [len(item.input_ids) for item in trajectories]
     by_prompt: dict[int, list[int]] = {}

@@ -158,7 +158,7 @@ def is_asynchronous(config: RLConfig) -> bool:
 
 
 def surplus_groups(config: RLConfig) -> int:
-    """Return how many more groups run than a rollout has (oversampling); 0 in lockstep, which runs in rounds."""
+    """Return the number of groups that run in addition to those of a rollout (oversampling); 0 in lockstep."""
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
     return 0 if asked is None or generates_in_lockstep(config) else max(0, asked - size)
 

@@ -20,7 +20,7 @@ class Suggestion:
     note: str = ""
 
 
-# Names used elsewhere that need no counterpart: the command says what to do, and rows are cached by their content.
+# Flags of other frameworks that are not needed here; the error says to leave them out.
 UNNEEDED = (
     "do_train",
     "stage",

@@ -57,7 +57,7 @@ def unknown_flags(command: type, given: Mapping[str, str]) -> ConfigError:
 
 
 def what_to_write(command: type, name: str, value: str) -> str | None:
-    """Return our flag for a name used elsewhere, with its value if that has another name, too; else similar flags."""
+    """Return our flag for a name used elsewhere (with our value, if that differs, too), or else similar flags."""
     flags = flags_of(command)
     if suggested := suggest(name, flags):
         choices = choices_of(flags[suggested.flag].type)

@@ -1,8 +1,8 @@
 """The key of rows in the cache: a hash of everything that determines them.
 
 Rows follow from the records, the fields of their reader (flags, templates, tokenizer) and the code. `row_key` returns
-None if one of them has no exact description, and such rows are not cached: rows that are made again cost time, rows of
-another dataset or template ruin a run.
+None if one of them has no exact description, and such rows are not cached: making rows again only costs time, but rows
+of another dataset or template would ruin a run.
 """
 
 from __future__ import annotations

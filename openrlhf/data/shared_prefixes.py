@@ -86,13 +86,13 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers from each start on, as many as its length, one range after the other."""
+    """Concatenate the ranges [start, start + length)."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 def with_total(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each part of this length starts, and the end of the last one."""
+    """Return the start of each part, followed by the end of the last one."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 

@@ -62,7 +62,7 @@ class StreamState:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
-    """How many groups run, how a rollout is cut, and which groups are dropped."""
+    """Settings of a stream: how many groups run, how a rollout is cut, and which groups are dropped."""
 
     size: int  # groups of a rollout
     surplus: int = 0  # groups in progress beyond those that the open rollouts need (oversampling)

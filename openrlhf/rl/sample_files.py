@@ -110,7 +110,7 @@ def flat(array: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
 
 
 def layers_of(routed_experts: NDArray[np.generic] | None) -> int:
-    """Return the number of layers of [tokens, layers, k], with which `samples_of` restores the shape."""
+    """Return the number of layers of an array [tokens, layers, k]; `samples_of` needs it to restore the shape."""
     return 0 if routed_experts is None else routed_experts.shape[1]
 
 
@@ -140,7 +140,7 @@ def read_samples(path: Path) -> list[Trajectory]:
 
 
 def read_about(path: Path) -> Any:
-    """Return what was stored with the schema."""
+    """Return the metadata stored with the schema."""
     return json.loads(pq.read_schema(path).metadata[b"about"])
 
 

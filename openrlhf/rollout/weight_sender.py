@@ -203,13 +203,13 @@ class Receiver:
 
 @dataclass(frozen=True)
 class InTransit:
-    """A bucket whose memory may still be read, or a notice that was not yet answered."""
+    """A bucket whose memory may still be read, or a notice that has not been answered yet."""
 
     name: str  # for messages
     bucket: Bucket | None  # None for a notice
     sending: Sending
     broadcast: dist.Work | None  # only for nccl
-    answers: int | None  # how many answers a receiver has given when it has used this; None if it does not answer
+    answers: int | None  # number of answers after which a receiver is done with it; None if receivers do not answer
 
     def pending(self, receivers: Mapping[int, Receiver]) -> Collection[int]:
         """Return the numbers of the receivers that have not received it."""
@@ -284,7 +284,7 @@ class BucketPipeline:
         self.sent_bytes += bucket.used
 
     def _next_answer(self) -> int:
-        """Return how many answers each receiver has given when it has answered the next message."""
+        """Return the number of answers that each receiver has given once it has answered the next message."""
         self.sender.questions += 1
         return self.sender.questions
 

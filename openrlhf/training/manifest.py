@@ -121,7 +121,7 @@ def can_be_replaced_in(folder: Path) -> bool:
 
 
 def is_private(group: int) -> bool:
-    """Return whether only root or this user belongs to a group; if each user has a group, 002 is a common umask."""
+    """Return whether only root or this user is in a group: systems with one group per user often use umask 002."""
     try:
         user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:  # a user or group without a name, as in containers

@@ -27,7 +27,7 @@ from openrlhf.errors import ConfigError, RewardError, RolloutError
 if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse, WSMessage
 
-INVALID = "VALIDATION_ERROR"  # code of an action that does not fit the environment's action class
+INVALID = "VALIDATION_ERROR"  # error code for an action that does not fit the environment's action class
 FULL = "CAPACITY_REACHED"
 BASE_FIELDS = ("metadata", "done", "reward")  # of all actions or observations
 
@@ -200,7 +200,7 @@ async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.
         yield frames
     finally:
         reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)  # the socket is closed only after its reader ended
+        await asyncio.gather(reader, return_exceptions=True)  # close the socket only after its reader has ended
 
 
 def read_arguments(label: object) -> dict[str, object]:

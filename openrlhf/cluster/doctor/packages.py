@@ -43,7 +43,7 @@ PACKAGES = (
     Package("liger-kernel", "fused kernels, with --use_liger_kernel", "liger"),
     Package("wandb", "Weights & Biases, with --use_wandb", "wandb"),
     Package("trackio", "Trackio, with --use_trackio", "trackio"),
-    Package("fastapi", "the run viewer (view); for serve_rm, the extra is serve", "view"),
+    Package("fastapi", "the run viewer (extra view) and serve_rm (extra serve)", "view"),
     Package("gguf", "files for Ollama and llama.cpp, with export --gguf", "export"),
     Package("flash-attn", "optional; PyTorch has its own varlen kernel", "", ours=False),
     Package("flash-linear-attention", "faster linear-attention models, such as Qwen3-Next", "", ours=False),

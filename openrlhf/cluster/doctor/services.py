@@ -15,7 +15,7 @@ HUB = "https://huggingface.co"
 
 
 def sandbox_findings() -> Iterator[Diagnosis]:
-    """Yield how programs would be isolated; start one to find out."""
+    """Yield a finding about the isolation of programs, after starting one."""
     try:
         yield Diagnosis(AREA, "sandbox", f"programs that a policy writes are isolated by {working_isolation()}")
     except ConfigError as error:
@@ -27,7 +27,7 @@ def sandbox_findings() -> Iterator[Diagnosis]:
 
 
 def hub_findings(*, online: bool) -> Iterator[Diagnosis]:
-    """Yield whether the hub can be reached; without `online`, it is not tried."""
+    """Yield a finding about the hub; without `online`, do not contact it."""
     hub = os.environ.get("HF_ENDPOINT") or HUB
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         yield Diagnosis(AREA, "hub", "HF_HUB_OFFLINE is set: only models and data in the cache can be used", "note")

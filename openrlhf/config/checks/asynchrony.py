@@ -44,7 +44,7 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
 
 
 def samples_may_wait_for_the_queue(config: RLConfig) -> None:
-    """Reject a staleness limit below the queue's: samples would be dropped although the queue is as long as asked."""
+    """Reject --max_staleness below --async_queue_size: samples would be dropped while they wait in the queue."""
     limit, size = config.asynchrony.max_staleness, config.asynchrony.async_queue_size
     if config.asynchrony.async_train and limit is not None and limit < size:
         raise ConfigError(

@@ -19,12 +19,12 @@ def required_flags_are_given(config: object) -> None:
 
 
 def data_flags_are_given(config: object) -> None:
-    """Require those of the required flags that reading the data depends on."""
+    """Require only the flags that are needed to read the data."""
     require(config, [name for name in flags_of(type(config)) if name not in NOT_FOR_DATA])
 
 
 def model_flags_are_given(config: object) -> None:
-    """Require those of the required flags that name models."""
+    """Require only the flags that name models."""
     require(config, [name for name in flags_of(type(config)) if name in MODELS])
 
 

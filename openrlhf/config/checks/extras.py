@@ -27,7 +27,7 @@ EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
 def install_command(extra: str | None = None, root: Path = ROOT, package: str | None = None) -> str:
-    """Return the pip command that installs an extra, or what this package itself requires; it works in any folder.
+    """Return the pip command that installs an extra, or this package's own requirements; it works in any folder.
 
     A checkout stays linked (`-e`). Elsewhere the requirements themselves are named, because openrlhf on PyPI is another
     project; a copy of the package without metadata names only the missing `package`.

@@ -100,7 +100,7 @@ class RolloutFlags:
     abort_stragglers: bool = flag(
         False,
         "With oversampling, cancel the prompts that still run when their rollout is complete. They are generated again "
-        "in the next rollout, so none is lost, but their tokens are (default: they continue).",
+        "in the next rollout, so only the tokens generated so far are lost (default: they continue).",
         needs="vllm_generate_batch_size",
     )
     dynamic_filtering: bool = flag(
@@ -195,7 +195,7 @@ class AsyncTrainingFlags:
     partial_rollout: bool = flag(False, "Continue unfinished samples after a weight sync (needs --async_train).")
     partial_rollout_keep_cache: bool = flag(
         False,
-        "Continue them with the keys and values of the older weights instead of computing those again; faster with "
+        "Continue unfinished samples with the KV cache of the older weights instead of recomputing it; faster with "
         "long samples, but the engine's log-probs then differ more from the trainer's.",
         needs="partial_rollout",
     )
