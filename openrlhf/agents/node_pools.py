@@ -36,7 +36,7 @@ class RemotePool(Protocol):
 
     @property
     def share(self) -> int:
-        """Number of processes that it takes over from the pool on this node; 0 if it has its own."""
+        """Number of processes that it takes over from this node's pool; 0 if it has its own."""
         ...
 
     async def call(

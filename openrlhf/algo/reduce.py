@@ -85,7 +85,7 @@ def encode_metrics(metrics: Metrics) -> bytes:
 
 def decode_metrics(text: bytes) -> Metrics:
     """Read the metrics that `encode_metrics` wrote in another process."""
-    kinds = {2: Mean, 3: Moments}  # by the number of their fields
+    kinds = {2: Mean, 3: Moments}  # class by the number of its fields
     return {
         name: kinds[len(values)](*(torch.tensor(value, dtype=torch.float64) for value in values))
         for name, values in json.loads(text).items()

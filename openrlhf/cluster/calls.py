@@ -68,7 +68,7 @@ class Process(Generic[Worker]):
         try:
             return await self.answer(reference)
         except asyncio.CancelledError:
-            if self.cancels and ray.is_initialized():  # otherwise ray.cancel would start a new Ray
+            if self.cancels and ray.is_initialized():  # without a connection, ray.cancel would start a new Ray
                 ray.cancel(reference)
             raise
 
@@ -114,7 +114,7 @@ class Process(Generic[Worker]):
         """Call a method of the actor without waiting for it, whether it succeeds or not."""
         import ray
 
-        if ray.is_initialized():  # otherwise Ray would start again
+        if ray.is_initialized():  # without a connection, the call would start a new Ray
             getattr(self.actor, method.__name__).remote(*arguments, **named)
 
     def kill(self) -> None:

@@ -20,7 +20,7 @@ from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.spec import EngineSpan, EngineSpec
 from openrlhf.rollout.vllm_peer import EnginePeer
 
-SECONDS_TO_ANSWER = 10.0  # for an engine that is asked whether it is alive
+SECONDS_TO_ANSWER = 10.0  # wait for an engine's answer to a ping
 
 
 async def start_on_nodes(

@@ -23,7 +23,7 @@ class EnginePlan:
     devices: int  # over all its nodes
     shares: str | None  # name of the group whose devices it shares; None if it has its own
     per_gpu: int = 1  # engines that share the same devices
-    nodes: int = 1  # with equally many of its devices each
+    nodes: int = 1  # nodes that it spans, with equally many devices on each
     stages: int = 1  # pipeline stages, one after the other
 
     @property

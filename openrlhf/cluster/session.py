@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 SECONDS_TO_RESERVE = 60.0
-SECONDS_TO_ANSWER = 300.0  # for a probe; a node may have to start Python on a slow disk first
+SECONDS_TO_ANSWER = 300.0  # wait for a probe; a node may first have to start Python on a slow disk
 
 
 @dataclass(frozen=True)

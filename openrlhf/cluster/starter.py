@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
 POOL_CALLS = 10_000  # concurrent calls per pool, which queues those that its processes have no room for
-SECONDS_TO_LOAD_FILE = 600.0  # to start an actor and its first worker process, which loads the user's file
+SECONDS_TO_LOAD_FILE = 600.0  # time limit for an actor and its first worker process, which loads the user's file
 
 
 def actor_class(worker: type, background: int = 1) -> Any:
@@ -74,7 +74,7 @@ class ProcessStarter:
     cluster: Cluster
     watch: ProcessWatch
     processes: list[Process[object]] = field(default_factory=list)
-    watching: list[asyncio.Task[None]] = field(default_factory=list)  # of the parts of engines
+    watching: list[asyncio.Task[None]] = field(default_factory=list)  # tasks that watch the parts of engines
 
     async def start_group(self, group: GroupPlan, config: RLConfig, rollouts: int) -> WorkerGroup:
         """Start the processes of a group and wait until they have loaded their models."""

@@ -153,7 +153,7 @@ def queue_size(config: RLConfig) -> int:
 
 
 def is_asynchronous(config: RLConfig) -> bool:
-    """Return True if samples may come from older weights than the ones being trained."""
+    """Return True if samples may come from older weights than those being trained."""
     return queue_size(config) > 0
 
 

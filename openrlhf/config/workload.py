@@ -38,7 +38,7 @@ class WorkModel:
     role: str  # policy, critic, reference, reward model, teacher or, in supervised commands, model
     name: str  # folder or hub name
     trained: bool = False
-    scalar: bool = False  # with a scalar head instead of the vocabulary head
+    scalar: bool = False  # has a scalar head instead of the vocabulary head
     offloaded: bool = False  # frozen, and in host memory between uses
 
 
@@ -59,9 +59,9 @@ class WorkEngine:
 
     vllm: bool  # False: Transformers generates with the policy's network
     count: int = 1
-    devices: int = 1  # of one engine: its tensor-parallel size
+    devices: int = 1  # devices of one engine: its tensor-parallel size
     per_gpu: int = 1
-    memory_share: float = 0.0  # of a device's memory, for all engines on it
+    memory_share: float = 0.0  # share of a device's memory for all engines on it
     sleeps: bool = False
     eager: bool = False  # without CUDA graphs
     own_weights: bool = True  # False: the policy's network
@@ -74,8 +74,8 @@ class Workload:
     groups: tuple[WorkGroup, ...]
     loading: ModelFlags
     lora: LoraFlags
-    train_tokens: int  # of a training micro-batch
-    score_tokens: int  # of a forward-only micro-batch
+    train_tokens: int  # tokens of a training micro-batch
+    score_tokens: int  # tokens of a forward-only micro-batch
     sequence: int  # tokens of the longest sequence
     micro_batches: int  # per device and optimizer step
     step_samples: int  # sequences of an optimizer step, over all devices

@@ -1,4 +1,4 @@
-"""Flags of commands in front of another command line, such as `openrlhf preview train_sft ...`: those of both."""
+"""Parser of commands that wrap another command line (`openrlhf preview train_sft ...`) and accept the flags of both."""
 
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
@@ -18,7 +18,7 @@ Own = TypeVar("Own")
 def parse_both(
     command: type[Command], own: type[Own], argv: Sequence[str], *, prog: str, summary: str
 ) -> tuple[Command, Own]:
-    """Parse the flags of a command together with the section `own`; return both, with numbers in their ranges.
+    """Parse the flags of a command together with the section `own`, check their ranges, and return both.
 
     `summary` is the description in --help.
     """

@@ -39,7 +39,7 @@ Row = TypeVar("Row")
 
 MIN_CACHED = 10_000  # records; fewer are tokenised in a few seconds
 FOLDER = "openrlhf_rows"
-WAIT_S = 2 * 60 * 60  # for another process that makes the rows
+WAIT_S = 2 * 60 * 60  # time limit for another process that makes the rows
 
 
 def load_rows(records: Records, reader: RowReader[Row], report: DataReport) -> Sequence[Row]:
@@ -100,7 +100,7 @@ class RowFiles:
         with FileLock(self.folder / f"{self.key}.lock", timeout=WAIT_S):
             found = self.find(reader.kind, report)
             if found is None:
-                for leftover in self.folder.glob(f"{self.key}.*.tmp"):  # of a process that was killed
+                for leftover in self.folder.glob(f"{self.key}.*.tmp"):  # left by a killed process
                     leftover.unlink()
                 self._write(records, reader, report.part())
                 found = self.find(reader.kind, report)

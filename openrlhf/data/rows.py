@@ -53,7 +53,7 @@ class Loaded(Generic[LoadedRow]):
 
 
 class RowReader(Protocol[MadeRow]):
-    """Makes the rows of a record: a dataclass whose fields, apart from the record, determine the rows.
+    """Reader that makes the rows of a record. A dataclass: its fields and the record determine the rows.
 
     It keeps its counts in the report, so that any process can read any part of a dataset.
     """

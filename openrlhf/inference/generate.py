@@ -79,7 +79,7 @@ def read_generation_prompts(
 ) -> Loaded[Prompt]:
     """Read prompts, truncated to leave room for at least one token of the answer."""
     task = config.task
-    is_models_limit = context < task.prompt_max_len + task.max_new_tokens  # so that no flag would help
+    is_models_limit = context < task.prompt_max_len + task.max_new_tokens  # if so, no flag would help
     budget = Budget(min(task.prompt_max_len, context - 1), None if is_models_limit else "--prompt_max_len")
     return read_prompts(records, tokenizer, config, first_index=first_index, budget=budget)
 

@@ -79,7 +79,7 @@ def preference_pairs(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence[R
 def conditional_rows(rows: Sequence[ScoredRow], flags: BatchTaskFlags) -> Sequence[Row]:
     """Return every row with its reward written into its prompt."""
     rewards = [float(row["reward"]) for row in rows]
-    if flags.normalize_reward:  # to mean 0 and unbiased std 1; equal rewards become 0
+    if flags.normalize_reward:  # scale to mean 0 and unbiased std 1; equal rewards become 0
         mean = statistics.fmean(rewards)
         spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         rewards = [(reward - mean) / spread if spread else 0.0 for reward in rewards]

@@ -32,7 +32,7 @@ class CheckpointPart(NamedTuple):
 
     name: str
     block: tuple[slice, ...]
-    shape: tuple[int, ...]  # of the tensor in the checkpoint
+    shape: tuple[int, ...]  # shape of the tensor in the checkpoint
 
 
 def checkpoint_parts(

@@ -30,7 +30,7 @@ from openrlhf.errors import BackendError, counted
 from openrlhf.models.checkpoint_parts import CheckpointPart, checkpoint_parts
 from openrlhf.models.source import ModelSource
 
-ATTRIBUTE = "deferred_weights"  # of a model that `load_shell` returned
+ATTRIBUTE = "deferred_weights"  # set on models that `load_shell` returns
 Loaded: TypeAlias = tuple[PreTrainedModel, dict[str, Any]]  # a model, and the loading report of Transformers
 
 
@@ -38,9 +38,9 @@ Loaded: TypeAlias = tuple[PreTrainedModel, dict[str, Any]]  # a model, and the l
 class WeightFiles:
     """The files of a model's weights, and the parameters that have not been filled from them yet."""
 
-    files: dict[str, Path]  # by name of the tensor in them
+    files: dict[str, Path]  # file of each tensor, by its name in the file
     names: dict[nn.Parameter, str]  # in the model
-    parts: dict[str, list[CheckpointPart]]  # by name of the parameter in the model
+    parts: dict[str, list[CheckpointPart]]  # parts of each parameter, by its name in the model
 
     def fill(self, parameters: Iterable[nn.Parameter], *, copy: bool = False) -> None:
         """Give parameters their weights; those of other origin, such as adapters, already have theirs.

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PretrainedConfig
 
-NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts")  # of experts, as configs name it
+NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the number of experts in configs
 
 
 def number_of_experts(config: PretrainedConfig) -> int:

@@ -263,7 +263,7 @@ def _from_pretrained(
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False
-    vars(model)["hub_commit"] = model_commit(name)  # for the config of an adapter
+    vars(model)["hub_commit"] = model_commit(name)  # read when the config of an adapter is saved
     if uses_liger(loading, model.config.model_type, device):
         apply_liger(model)
     return model, report["missing_keys"]

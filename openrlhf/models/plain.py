@@ -55,7 +55,7 @@ class PlainTensor:
             from bitsandbytes.functional import dequantize_4bit
 
             packed: Any = self.tensor
-            weight = dequantize_4bit(packed.data, packed.quant_state)  # to its compute dtype
+            weight = dequantize_4bit(packed.data, packed.quant_state)  # returns the compute dtype
         else:
             weight = unshard(self.tensor)
         for layer in self.adapters:
@@ -109,7 +109,7 @@ def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
     if isinstance(module, ModulesToSaveWrapper):
         yield from _plain_tensors(module.modules_to_save[module.active_adapters[0]], prefix)
         return
-    adapters: dict[str, list[Adapter]] = {}  # by name of the adapted parameter
+    adapters: dict[str, list[Adapter]] = {}  # adapters by name of the adapted parameter
     while isinstance(module, LoraLayer):  # adapters of experts are nested, one for each parameter
         adapter: Adapter = module
         adapters.setdefault(vars(adapter).get("parameter_name", "weight"), []).append(adapter)

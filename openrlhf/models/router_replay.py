@@ -110,7 +110,7 @@ class RoutedLayer:
     """The forward pass of a module that routes tokens to experts."""
 
     module: Any  # of a Transformers model
-    number: int  # of its decoder layer, from 0
+    number: int  # number of its decoder layer, from 0
     experts: int
     replayed: Tensor | None = None  # [tokens, k]: choose these experts
     records: bool = False
@@ -157,7 +157,7 @@ class ExpertChoice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return found
         scores = args[0] if args else (kwargs or {})["input"]
-        if scores.ndim != 2 or scores.shape[1] != self.layer.experts:  # for example, over groups of experts
+        if scores.ndim != 2 or scores.shape[1] != self.layer.experts:  # another topk, such as over groups of experts
             return found
         self.is_made = True
         chosen = self.layer.choose(scores, found.indices)

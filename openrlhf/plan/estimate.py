@@ -24,13 +24,13 @@ LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING = (
     *("sync", "saving"),
 )
 PHASES: tuple[Phase, ...] = (LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING)
-Shapes = Mapping[tuple[str, bool], ModelShape]  # by name and whether the head is scalar
+Shapes = Mapping[tuple[str, bool], ModelShape]  # keys: name of the model, and whether its head is scalar
 
 CONTEXT_BYTES = 0.6 * GIB  # that CUDA and cuBLAS take in each process on a GPU
 NCCL_BYTES = 0.7 * GIB  # buffers of a process that communicates with others
 RESERVE_SHARE = 0.15  # share of temporary tensors' memory that PyTorch's allocator loses to fragmentation
 MIN_SYNC_BUCKET, MAX_SYNC_BUCKET, BUCKETS_PER_MODEL = 1 << 28, 1 << 30, 16  # rollout/bucket.py
-HOST_PROCESS = 4 * GIB  # of host memory: Python, PyTorch and CUDA in one process
+HOST_PROCESS = 4 * GIB  # host memory of Python, PyTorch and CUDA in one process
 LOADED_FILE = 5 * GIB  # part of a checkpoint that each process reads at a time under ZeRO-3
 TIGHT = 0.92  # share of the memory above which a run is tight
 
@@ -249,7 +249,7 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
 def loading_term(place: ModelPlace) -> Term:
     """Return the host memory of a process that loads a model; under ZeRO-3, only language models load in shards.
 
-    Under FSDP, weights are mapped from files, and those of a layer that is trained are widened to fp32 at a time.
+    Under FSDP, weights are mapped from files, and trained ones are widened to fp32 one layer at a time.
     """
     whole = place.width * place.shape.parameters
     if place.fsdp and not place.shape.routed:  # experts are joined while they load

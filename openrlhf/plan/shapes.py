@@ -34,12 +34,12 @@ class ModelShape:
 
     parameters: float
     embedding: float  # parameters of the input embedding, which may be those of the head
-    head: float  # of the vocabulary head; 0 for a scalar head
-    linear: float  # of the layers that --load_in_4bit quantises: all linear ones but the head and joined experts
-    largest: float  # of the largest tensor
-    layer: float  # of the largest decoder layer
-    experts: float  # of the experts in that layer
-    adapters: Mapping[str, float]  # of LoRA adapters per rank, by the name of the linear layer
+    head: float  # parameters of the vocabulary head; 0 for a scalar head
+    linear: float  # parameters that --load_in_4bit quantises: all linear layers except the head and joined experts
+    largest: float  # parameters of the largest tensor
+    layer: float  # parameters of the largest decoder layer
+    experts: float  # parameters of that layer's experts
+    adapters: Mapping[str, float]  # parameters of LoRA adapters per rank, by the name of the linear layer
     matrices: MatrixSizes  # parameters that a token is multiplied with, as if everything were trained
     vocabulary: int
     layers: int
@@ -143,7 +143,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 class Matrix(NamedTuple):
     """A linear layer, or the matrices of all experts in one tensor."""
 
-    name: str  # last part of its module's or its own name
+    name: str  # last part of the name of its module or, for joined experts, of the tensor
     count: int
     rows: int
     columns: int
@@ -151,7 +151,7 @@ class Matrix(NamedTuple):
 
 
 def linear_layers(model: PreTrainedModel, head: torch.Tensor | None) -> list[Matrix]:
-    """Return the matrices that get adapters: linear layers but the head, routers, and experts."""
+    """Return the matrices that get adapters: all linear layers except the head, plus routers and experts."""
     found: list[Matrix] = []
     for name, parameter in model.named_parameters():
         *_, owner, own = ("", *name.split("."))

@@ -117,7 +117,7 @@ class GroupStream:
         self.next = 0  # number of the next rollout to cut
         self.last_open = -1
         self.counts = StreamCounts()
-        self.running: dict[int, RunningGroup] = {}  # by position; includes groups that are not judged yet
+        self.running: dict[int, RunningGroup] = {}  # groups by position, including those that are not judged yet
         self.unscored: dict[int, GroupSamples] = {}  # by position
         self.scoring: asyncio.Future[list[Trajectory]] | None = None
         self.failure: BaseException | None = None
@@ -183,7 +183,7 @@ class GroupStream:
         group = self.running.get(position)
         if group is None or group.result is not ended:  # it was aborted
             return
-        if ended.cancelled():  # by user code; `take` must not wait for it
+        if ended.cancelled():  # user code cancelled it; `take` must not wait for it
             self._fail(RolloutError(f"the samples of prompt {position} were cancelled"))
             return
         if error := ended.exception():

@@ -59,7 +59,7 @@ class Recorder:
         self.decode = decode
         self.share, self.seed = flags.rollout_record_share, seed
         self.limit, self.used = 0.0, 0  # GiB, bytes
-        self.writing: asyncio.Task[None] | None = None  # of the last step
+        self.writing: asyncio.Task[None] | None = None  # writes the file of the last step
         if self.folder:
             self.limit = flags.rollout_record_gib
             self.used = bytes_of(self.folder) if self.folder.is_dir() else 0
@@ -88,7 +88,7 @@ class Recorder:
         self.folder = None
 
     async def record(self, step: int, experience: Experience) -> None:
-        """Begin to write the samples of a step in a thread; wait for those of an earlier step first."""
+        """Wait for the file of the previous step, then start writing the samples of this step in a thread."""
         await self.flush()
         if self.folder:
             self.writing = asyncio.create_task(asyncio.to_thread(self.write, step, experience))

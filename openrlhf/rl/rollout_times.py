@@ -22,8 +22,8 @@ class RolloutTimes:
         self.engine = engine
         self.samples: list[float] = []  # seconds of each episode
         self.rewards: list[float] = []  # seconds of each reward call
-        self.generating = UsageClock()  # while episodes run
-        self.requesting = UsageClock()  # while the engine works on a request
+        self.generating = UsageClock()  # runs while episodes run
+        self.requesting = UsageClock()  # runs while the engine works on a request
         self.before = (0.0, 0.0)  # seconds of generation and of busy engines at the last call of `lap`
 
     def lap(self) -> dict[str, float]:

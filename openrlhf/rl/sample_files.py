@@ -42,7 +42,7 @@ SCALARS = {
 }
 STEPS = pa.list_(pa.struct([("place", pa.int32()), ("reward", pa.float64())]))
 Fields: TypeAlias = dict[str, Any]  # arguments of a dataclass, as read from a file
-Values: TypeAlias = Sequence[NDArray[np.generic]] | Sequence[str] | Sequence[int]  # of one column, one per sample
+Values: TypeAlias = Sequence[NDArray[np.generic]] | Sequence[str] | Sequence[int]  # a column: one value per sample
 
 
 def write_samples(path: Path, items: Sequence[Trajectory], more: Mapping[str, Values], about: object = None) -> None:

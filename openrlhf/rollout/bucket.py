@@ -22,7 +22,7 @@ from openrlhf.rollout.ipc import SharedMemory
 ALIGNMENT = 16  # bytes; enough for vectorised copies
 # Bytes of a bucket: large ones for large models, because the sender has work for each bucket and receiver.
 MIN_BUCKET, USUAL_BUCKET, MAX_BUCKET = 1 << 26, 1 << 28, 1 << 30
-BUCKETS_PER_MODEL = 16  # at least, so that filling buckets and sending them overlap
+BUCKETS_PER_MODEL = 16  # minimum, so that filling and sending overlap
 MEMORY_SHARE = 8  # a bucket takes at most this part of the free memory; the sender has two
 
 

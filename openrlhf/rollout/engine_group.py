@@ -43,7 +43,7 @@ class EngineReplica:
     restarts: int = 0
     ready: bool = True  # False after a replacement, until the new engine has the policy's weights
     requests: EngineRequests | None = None  # of `process`
-    busy: UsageClock = field(default_factory=UsageClock)  # while it has unfinished requests
+    busy: UsageClock = field(default_factory=UsageClock)  # runs while the engine has unfinished requests
 
 
 @dataclass
@@ -163,6 +163,6 @@ class EngineGroup:
         *,
         seconds: float | None = SHORT_CALL,
     ) -> None:
-        """Make a call, such as one that pauses an engine, to engines (default: all) at the same time; await them."""
+        """Make a call, such as a pause, to several engines (default: all) concurrently, and await the answers."""
         chosen = self.engines if engines is None else engines
         await asyncio.gather(*(work(engine.process.within(seconds)) for engine in chosen))

@@ -32,11 +32,11 @@ LOGS = "CUDA_MPS_LOG_DIRECTORY"
 USUAL_PIPES = Path("/tmp/nvidia-mps")  # CUDA's default for PIPES
 DRIVER = "libcuda.so.1"
 PROBE = "probe"  # argument of this script, in place of a process id
-START_SECONDS = 10.0  # for the daemon to answer
+START_SECONDS = 10.0  # wait for the daemon to answer
 POLL_SECONDS = 0.1
-PROBE_SECONDS = 60.0  # for the first client, which starts the daemon's server
-CHECK_SECONDS = 0.5  # between checks of whether the process still runs
-QUIT_SECONDS = 10.0  # for the daemon to end, before it is killed
+PROBE_SECONDS = 60.0  # wait for the first client, which starts the daemon's server
+CHECK_SECONDS = 0.5  # interval of checks whether the process still runs
+QUIT_SECONDS = 10.0  # wait for the daemon to end before it is killed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def start_mps() -> Clients:
 
 _started: list[
     Clients
-] = []  # by the first call: a daemon serves all runs of a notebook, and a failure would only recur
+] = []  # result of the first call: all runs of a notebook share the daemon, and a failure would only recur
 _keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
 
 

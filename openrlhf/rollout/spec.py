@@ -17,7 +17,7 @@ class EngineSpan:
 
     nodes: int = 1
     node: int = 0  # number of this node; the engine itself is on node 0
-    address: str = ""  # at which the other nodes reach node 0, if there are any
+    address: str = ""  # address at which the other nodes, if any, reach node 0
     port: int = 0
 
 

@@ -51,7 +51,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the host process decides which cores to use
 }
-CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # by vLLM on CPU; launchers use the second one differently
+CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # set by vLLM on CPU; launchers use the second one, too
 TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
@@ -178,7 +178,7 @@ def set_environment() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not can_compile() and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
         say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's other processes; `_build` covers this one
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # inherited by vLLM's other processes; `_build` covers this one
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 

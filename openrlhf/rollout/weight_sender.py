@@ -28,7 +28,7 @@ from openrlhf.rollout.ipc import check_allocator, share_memory
 from openrlhf.rollout.link import Link, LinkServer
 from openrlhf.rollout.sync_proof import RecordedWeights
 
-POLL_SECONDS = 0.001  # between checks of whether a bucket has been sent; an answer ends the wait earlier
+POLL_SECONDS = 0.001  # interval of checks whether a bucket has been sent; an answer ends the wait earlier
 SECRET_BYTES = 32
 SHOWN = 8  # receivers that a message names
 
@@ -53,7 +53,7 @@ class WeightSender:
         self.rendezvous = Rendezvous(publish=self.publish)  # keep a reference, because the group does not
         self.formed = False
         self.closed = False
-        self.links = selectors.DefaultSelector()  # of the receivers, to read their answers
+        self.links = selectors.DefaultSelector()  # connections of the receivers, to read their answers
         self.model_bytes = 0  # sent for the last complete version
         self.questions = 0  # messages so far that each receiver answers
         secret = secrets.token_bytes(SECRET_BYTES)

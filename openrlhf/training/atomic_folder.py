@@ -26,7 +26,7 @@ COMPLETE, NO_SPACE, FAILED = range(3)  # outcomes that process 0 broadcasts
 
 
 class Ranks:
-    """The processes that write one folder together: by default only this one, otherwise those of a `TrainBackend`."""
+    """The processes that write a folder together: by default this one alone, else those of a `TrainBackend`."""
 
     process = 0
     num_processes = 1

@@ -94,7 +94,7 @@ def hold_folders(folders: Mapping[str, Path], instead: Mapping[str, str] | None 
 def _lock(path: Path) -> int:
     """Lock the file and describe this process in it; raise BlockingIOError if another process has the lock."""
     while True:
-        # Not through a link: in a folder of another user it could lead to any file of this one, which would be emptied.
+        # Do not follow a link: another user could have planted it, and the file that it names would be emptied.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             try:

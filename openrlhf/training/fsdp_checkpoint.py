@@ -35,7 +35,7 @@ STARTS = "starts"  # metadata of a file: where the block of each parameter start
 class Block:
     """A rectangular part of a tensor: the range that it covers in each dimension."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     ranges: tuple[range, ...]
 
     @staticmethod

@@ -47,7 +47,7 @@ from openrlhf.training.tensor_parallel import TensorParallel
 from openrlhf.types import Batch
 
 Root: TypeAlias = Any  # the TensorModule of a network, which `fully_shard` has also made an FSDPModule
-ExpertGroups: TypeAlias = Mapping[int, dist.ProcessGroup]  # by id of the parameters whose experts are divided
+ExpertGroups: TypeAlias = Mapping[int, dist.ProcessGroup]  # expert group by id of each divided parameter
 
 
 def shard_network(
@@ -171,7 +171,7 @@ def block_of(tensor: Tensor, experts: dist.ProcessGroup | None = None) -> Block:
     if isinstance(tensor, DTensor):
         mesh, position = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert position is not None, "every rank holds a part of every tensor"
-        placements: list[Any] = list(tensor.placements)  # the ones that divide have a `dim`, but no common base class
+        placements: list[Any] = list(tensor.placements)  # dividing placements have a `dim`, but no common base class
         for number, placement in reversed(list(enumerate(placements))):
             if not placement.is_replicate():
                 block = block.divided(placement.dim, position[number], mesh.size(number))

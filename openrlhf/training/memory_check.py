@@ -85,7 +85,7 @@ def helpful_flags(plan: Assessment) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, is PyTorch's for a device without memory."""
+    """Return whether an error or one of its causes is PyTorch's out-of-memory error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError) or CUDA_TEXT in str(error):
             return True

@@ -34,7 +34,7 @@ from openrlhf.training.prompt_format import PromptFormat
 from openrlhf.training.run_directory import SECRET, package_versions, shown_flags
 
 MakeCard = Callable[[], ModelCard]
-TRAINING_SECTION = "## Training"  # from here to its end, a card is carried over to converted models
+TRAINING_SECTION = "## Training"  # cards of converted models copy everything from this heading on
 # Flags that affect only where a run writes and reports.
 NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "use_trackio"}
 NOT_REPRODUCED |= {"push_to_hub", "hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.forward import Network
 
-COLUMNS = {  # by name in a plan
+COLUMNS = {  # styles by their names in a plan
     "colwise": ColwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),

@@ -92,7 +92,7 @@ def _started(folder: Path) -> tuple[float, Path]:
 
 
 def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
-    """Name each folder by the last parts of its path, as many as it takes to be unique."""
+    """Name each folder by as many of the last parts of its path as are needed to be unique."""
     paths = {folder: folder.parts[1:-1] if folder.name == USUAL_NAME else folder.parts[1:] for folder in folders}
     names = {folder: "/".join(parts[-1:]) for folder, parts in paths.items()}
     for length in range(2, max((len(parts) for parts in paths.values()), default=0) + 1):

@@ -26,8 +26,8 @@ from openrlhf.view.viewer import Viewer
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
-UPDATE_SECONDS = 1.0  # between two searches for new samples
-SEARCH_SECONDS = 15.0  # between two searches for new runs, which walk through the folders
+UPDATE_SECONDS = 1.0  # interval of searches for new samples
+SEARCH_SECONDS = 15.0  # interval of searches for new runs, which walk through the folders
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

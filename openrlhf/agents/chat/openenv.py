@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 INVALID = "VALIDATION_ERROR"  # error code for an action that does not fit the environment's action class
 FULL = "CAPACITY_REACHED"
-BASE_FIELDS = ("metadata", "done", "reward")  # of all actions or observations
+BASE_FIELDS = ("metadata", "done", "reward")  # fields that all actions and observations have
 
 
 class EnvironmentStep(NamedTuple):

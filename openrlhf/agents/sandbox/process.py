@@ -23,7 +23,7 @@ KILL_SECONDS = 10.0  # time for a supervisor to kill its descendants
 
 
 class WorkerProcess(WorkerHandle):
-    """A process with its own process group that runs user code."""
+    """A worker process in its own process group, which runs user code."""
 
     def prepare(self) -> None:
         self.reaped = False  # True once its process id may be reused
