@@ -196,7 +196,7 @@ def keep_sigterm_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # elsewhere, no code can install a handler
+        if threading.current_thread() is threading.main_thread():  # other threads cannot install a handler
             signal.signal(signal.SIGTERM, ours)
 
 

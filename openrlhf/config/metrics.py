@@ -206,7 +206,7 @@ POLICY = (
         "rollout/log_prob_difference",
         RL,
         "Mean |log p_engine - log p_trainer| over some samples of the current weights.",
-        "Below 0.001 in fp32 and 0.05 in half precision; the run warns above, and stops far above.",
+        "Below 0.001 in fp32 and 0.05 in half precision; above that, the run warns, and far above, it stops.",
     ),
     train(
         "is_filter_ratio",

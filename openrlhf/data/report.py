@@ -85,7 +85,7 @@ class DataReport:
 
     def merge(self, part: DataReport) -> None:
         """Add the report of the next part of the dataset; findings are made once, from the whole report."""
-        for reason, count in part.dropped.items():  # in the order in which a single pass meets the reasons
+        for reason, count in part.dropped.items():  # in the order in which a single pass would find the reasons
             self.dropped[reason] += count
         self.lengths.extend(part.lengths)
         self.too_long += part.too_long

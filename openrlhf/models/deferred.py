@@ -166,7 +166,7 @@ def _placeholder(parameter: nn.Parameter, *, is_new: bool) -> nn.Parameter:
 
 
 def _make_buffers(model: PreTrainedModel, files: dict[str, Path]) -> None:
-    """Give the buffers of a model on the meta device their values: from its files, or as its class computes them."""
+    """Fill the buffers of a model on the meta device, from its files or as the model's class computes them."""
     from accelerate import init_empty_weights
 
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):

@@ -232,7 +232,7 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
             states = total(term for term in device if term.kind in terms.STATES)
             found.append(place.term(terms.ASLEEP, states))
             pinned += states
-        if not place.deepspeed:  # PyTorch rounds each tensor, and DeepSpeed joins tensors to a few large ones
+        if not place.deepspeed:  # PyTorch rounds up each tensor, and DeepSpeed joins tensors to a few large ones
             found.append(place.term(terms.ROUNDING, (place.shape.rounding - 1) * pinned, certain=False))
     if phase == LOADING and here.models and not here.models[0].on_cpu:
         found.append(max((loading_term(place) for place in here.models), key=lambda term: term.size))

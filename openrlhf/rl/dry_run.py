@@ -170,8 +170,9 @@ class Trial:
 def make_trials(config: RLConfig, prompts: Sequence[Prompt]) -> list[Trial]:
     """Make up right and wrong answers to each prompt; a label that is text is probably a right answer.
 
-    Groups have as many samples as in training, because a reward function may compare them; if that is one, each prompt
-    gets two groups. An agent plays its samples one by one: one right and one wrong answer are enough.
+    Groups have as many samples as in training, because a reward function may compare them; with one sample per
+    group, each prompt gets two groups. An agent plays its samples one by one, so one right and one wrong answer are
+    enough.
     """
     samples = 2 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
     trials: list[Trial] = []

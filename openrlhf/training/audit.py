@@ -49,7 +49,7 @@ class Audit:
         ]
 
     def see(self, number: int, gradient: Tensor) -> None:
-        """Record whether a gradient is nonzero; a hook for each micro-batch, or called by a backend before the step."""
+        """Record whether a gradient is nonzero. Called by a hook per micro-batch, or by the backend before the step."""
         found = gradient.detach().any()
         seen = self.nonzero.get(number)
         self.nonzero[number] = found if seen is None else seen | found

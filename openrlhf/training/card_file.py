@@ -23,7 +23,7 @@ SEAL = "\n<!-- openrlhf "
 
 
 def sealed(text: str) -> str:
-    """Return the text of a card with the digest that shows whether it was edited later."""
+    """Append a digest to the text of a card, from which later edits can be detected."""
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
 
 

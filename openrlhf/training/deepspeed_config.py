@@ -58,7 +58,7 @@ def engine_config(sharding: ShardingFlags, max_norm: float, facts: NetworkFacts,
     if sharding.ds_tensor_parallel_size > 1:
         config["tensor_parallel"] = {
             "autotp_size": sharding.ds_tensor_parallel_size,
-            "vocab_parallel_lm_head": False,  # True would need DeepSpeed's loss; ours needs full logits
+            "vocab_parallel_lm_head": False,  # True would require DeepSpeed's own loss; ours needs full logits
         }
     if universal:
         config["checkpoint"] = {"load_universal": True}

@@ -227,7 +227,7 @@ class GatheredPlace(NamedTuple):
 def gather_groups(root: Root) -> Gather:
     """Return a `Gather` that gathers whole groups within its context, so that modules such as adapters can be used.
 
-    Parts of matrices that tensor-parallel peers have are gathered, too, and the experts of other ranks.
+    The parts of tensor-parallel peers and the experts of other ranks are also gathered.
     """
     places: dict[int, GatheredPlace] = {}
     for group in groups_of(root):  # layers come after the root, so their parameters get the right group

@@ -195,7 +195,7 @@ class SampleIndex:
         return count
 
     def stop(self) -> None:
-        """End an update in progress soon, and make later ones do nothing."""
+        """Stop an update in progress early, and turn later updates into no-ops."""
         self.stopped.set()
 
     def find(self, query: Query) -> Found:

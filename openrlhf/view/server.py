@@ -66,7 +66,7 @@ def _serve(asset: Asset) -> Callable[[], Response]:
 
 
 def _add_answers(app: FastAPI, viewer: Viewer) -> None:
-    """Add the routes of the page's requests. Functions without `async` run in threads, so that files may be slow."""
+    """Add the routes of the page's requests; functions without `async` run in threads, because files may be slow."""
 
     @app.exception_handler(KeyError)
     @app.exception_handler(OverflowError)  # a number that SQLite cannot hold

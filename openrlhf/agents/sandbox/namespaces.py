@@ -74,7 +74,7 @@ def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
 def make_root() -> list[str]:
     """Build a root folder of read-only bind mounts: only system libraries, this interpreter and a few devices.
 
-    Return the mounts below /tmp, where an environment may be: a program's own /tmp would hide them.
+    Return the mounts below /tmp, such as a Python environment there, which a program's own /tmp would hide.
     """
     prefixes = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
     real_paths = {path: os.path.realpath(path) for path in sorted(prefixes, key=len)}  # an environment may be a link

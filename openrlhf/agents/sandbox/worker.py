@@ -171,7 +171,7 @@ class Worker(ABC):
             self.tasks.pop(call, None)
 
     async def _run_episode(self, call: int, given: messages.EpisodeInput) -> messages.Json:
-        """Run one episode; return the RESULT_KEYS of its dicts, or the unchanged result if there are none."""
+        """Run one episode; return the RESULT_KEYS of the returned dicts, or any other result unchanged."""
         engine = self.router.open(call, given.params.seed, given.prompt)
         set_seed(given.params.seed, seeds_torch=self.owns_process)
         more: dict[str, Any] = {"images": None} if takes_keyword(self.executor.execute, "images") else {}

@@ -43,7 +43,7 @@ GROUPS_OF_4 = flags(RL, n_samples_per_prompt=4, train_batch_size=128)
 REWARD_FUNCTION = flags(label_key="answer", remote_rm_url="./reward.py")
 GROUPS_OF_8 = flags(RL, n_samples_per_prompt=8, train_batch_size=256, init_kl_coef=0)
 
-TASKS: Mapping[str, Starter] = {  # by name: the choices of --task
+TASKS: Mapping[str, Starter] = {  # the choices of --task
     "sft": Starter(
         "Supervised fine-tuning on conversations",
         "train_sft",
