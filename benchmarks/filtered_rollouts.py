@@ -7,7 +7,7 @@
 `rounds` starts groups only when all others have ended, and works on one rollout at a time, as this package did before
 rollouts were streams. `stream` replaces a rejected group immediately. Both train synchronously. `async rounds` and
 `async` do the same with --async_train; `async oversampled` also keeps half a rollout of further groups in progress.
-Each way runs in a process of its own. The Transformers engine of --tiny always generates in rounds.
+Each way runs in a separate process. The Transformers engine of --tiny always generates in rounds.
 """
 
 import argparse

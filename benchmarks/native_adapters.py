@@ -4,7 +4,7 @@
     python benchmarks/native_adapters.py --tiny          a small shape on a CPU, to try the script
 
 Merged weights cost a merge and a transfer after each step, about as long as reading the model once. Adapters cost two
-more small matrix products per linear layer for each generated token. Each way runs in a process of its own: the same
+more small matrix products per linear layer for each generated token. Each way runs in a separate process: the same
 prompts, the engine with and without a LoRA request for an adapter of all linear layers.
 """
 
@@ -42,7 +42,7 @@ def make_adapter(folder: Path, rank: int) -> float:
 
 
 def generate(folder: Path, workload: Workload, args: argparse.Namespace) -> list[float]:
-    """Return the seconds of each rollout; runs in a process of its own."""
+    """Return the seconds of each rollout; runs in a separate process."""
     import vllm
     from transformers import AutoTokenizer
     from vllm.lora.request import LoRARequest

@@ -122,7 +122,7 @@ def main() -> None:
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # In a process of its own, so that it holds no GPU memory while the runs are measured.
+        # In a separate process, so that it holds no GPU memory while the runs are measured.
         shape = json.dumps(TINY if args.tiny else SHAPE)
         code = f"import router_replay; router_replay.make_model(router_replay.Path({name!r}) / 'model', {shape})"
         subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)

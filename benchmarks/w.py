@@ -5,7 +5,7 @@
     python benchmarks/w.py W1 --extra --runtime ray --colocate_all_models
     python benchmarks/w.py W1 --tiny                                 a small shape on a CPU, to try the drivers
 
-Each system runs in processes of its own, one after the other, so that all of them have the whole machine
+Each system runs in separate processes, one after the other, so that all of them have the whole machine
 (`peers/`; `workloads.py` says what they run). A step is the median of all steps but the first, which compiles. A peer
 that is not installed, fails or takes too long gets a line with the reason. Hosts differ, most of all in the speed of
 the processor, which bounds vLLM: compare figures of one call only.
@@ -101,7 +101,7 @@ def run(command: Sequence[str], timeout: float, workload: str, who: str, folder:
 
     Its standard error goes to a log in the folder, where you find the traceback of a peer that failed.
 
-    The command gets a process group of its own, and all of it is killed at the end: engines and Ray would otherwise
+    The command gets its own process group, all of which is killed at the end: engines and Ray would otherwise
     keep the GPU's memory from the next system.
     """
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

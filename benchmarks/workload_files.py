@@ -2,7 +2,7 @@
 
     python benchmarks/workload_files.py W1 --folder FOLDER [--steps 4] [--tiny]
 
-`w.py` runs this in a process of its own, so that it holds no GPU memory while a driver measures. The tokenizer has one
+`w.py` runs this in a separate process, so that it holds no GPU memory while a driver measures. The tokenizer has one
 token per letter, and a word for each row of the embedding, so that any sampled token can be decoded. The reward is a
 function of the last letters: it differs between the samples of a prompt and costs nothing.
 """

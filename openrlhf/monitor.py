@@ -212,7 +212,7 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     @property
     def shows_samples(self) -> bool:
-        """True if a sink takes samples; otherwise the caller need not decode any."""
+        """True if a sink takes samples; otherwise there is no need to decode any."""
         return any(isinstance(sink, SampleSink) for sink in self.sinks)
 
     def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:

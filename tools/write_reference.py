@@ -23,7 +23,7 @@ write the names without dashes."""
 METRICS_INTRODUCTION = """
 A run appends its metrics to `metrics.jsonl` in `--run_dir` (by default `SAVE_PATH/run`): one JSON object per line, with
 `kind` (train or eval), `step` and the values. TensorBoard and Weights & Biases get them as `train/...` and `eval/...`.
-Reward functions and agents can log more with `extra_logs`, under names of their own.
+Reward functions and agents can log more with `extra_logs`, under names that they choose.
 
 When the numbers look wrong, a run prints a line once, with advice: rewards that do not differ, truncated
 responses, a KL or a gradient norm far too high, a collapsed entropy, a loss that does not fall."""

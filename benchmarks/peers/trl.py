@@ -122,7 +122,7 @@ def make_trainer(task: Task, clock: Clock) -> trl.GRPOTrainer:
 
 
 def with_lengths(generate: Callable[..., Any], lengths: tuple[int, ...]) -> Callable[..., Any]:
-    """Return vLLM's generate with a length of its own for each request; requests come prompt by prompt."""
+    """Return vLLM's generate with a separate length for each request; requests come prompt by prompt."""
 
     def run(prompts: list[Any], sampling_params: Any, **named: Any) -> Any:
         params = [sampling_params.clone() for _ in lengths]

@@ -1,4 +1,4 @@
-"""The share of tests that the response's Python code passes, each test in a sandbox of its own.
+"""The share of tests that the response's Python code passes, each test in a separate sandbox.
 
 The label is a list of tests, or a text with one test per line: `assert add(1, 2) == 3`. Each runs against the last
 ```python block of the response, which sees neither the test nor the expected value: it only receives the arguments of

@@ -54,8 +54,8 @@ class ModelWorker:
         gc.freeze()  # DeepSpeed collects garbage whenever states are offloaded: 0.4 s over all imported objects
         model = self.models.policy or self.models.critic
         if model is None:
-            # Frozen models are not split by tensor parallelism, so each process gets its own rows; with ring
-            # attention, however, they follow the layout of the trained models.
+            # Frozen models are not split by tensor parallelism, so each process gets its own rows. With ring attention,
+            # they follow the layout of the trained models instead.
             ring = sharding.ring_attn_size
             peers = ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
             return RankInfo(number // peers, group.size // peers)

@@ -39,7 +39,7 @@ class PrefixGroup(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be computed."""
+        """Number of tokens that sharing saves."""
         return self.prefix * (len(self.members) - 1)
 
     def pays(self, lengths: Sequence[int]) -> bool:
@@ -105,7 +105,7 @@ def group_by_prefix(sequences: Sequences) -> list[PrefixGroup]:
     """
     lengths = [len(sequence) for sequence in sequences]
     long = [number for number, length in enumerate(lengths) if length > SHORTEST_PREFIX]
-    order = sorted(long, key=lambda number: sequences[number].tobytes())  # neighbours whatever the order of the bytes
+    order = sorted(long, key=lambda number: sequences[number].tobytes())  # the byte order does not matter
     common = [common_tokens(sequences[one], sequences[other]) for one, other in pairwise(order)]
 
     def divide(first: int, last: int, level: int = 0) -> list[PrefixGroup]:

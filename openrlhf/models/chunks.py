@@ -194,7 +194,7 @@ class LinearLogProbs(torch.autograd.Function):
 class FrozenLinearLogProbs(torch.autograd.Function):
     """The log-probs of `LinearLogProbs` for a weight that is not trained; their gradient is computed with them.
 
-    Each log-prob depends on the hidden state of its own token only. So its slope [hidden] can be computed while its
+    Each log-prob depends only on the hidden state of its own token, so its gradient [hidden] can be computed while its
     logits exist, and the backward pass multiplies it by the gradient of the log-prob.
     """
 

@@ -69,7 +69,7 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
 
 
 def warn_about_another_base(base: str, adapter: Path) -> None:
-    """Print a line if the adapter was trained on a model of another name, whose weights need not be those of `base`."""
+    """Print a line if the adapter was trained on a model of another name, which may have other weights."""
     trained = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     given = split_revision(base)[0]
     if trained and trained != given and Path(trained).expanduser().resolve() != Path(given).expanduser().resolve():

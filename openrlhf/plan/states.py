@@ -59,7 +59,7 @@ class ModelPlace:
 
     @property
     def split(self) -> int:
-        """Processes among which tensor parallelism divides weights before ZeRO does; FSDP divides over all at once."""
+        """Processes among which tensor parallelism divides weights before ZeRO; 1 under FSDP, which uses all."""
         return 1 if self.fsdp else self.work.tensor_parallel
 
     @property

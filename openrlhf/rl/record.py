@@ -159,7 +159,7 @@ class Replay:
         """Do nothing: files are read when they are needed."""
 
     async def close(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: there is no work in progress to end."""
 
     async def take(self, number: int, place: int) -> Rollout:
         trajectories = await asyncio.to_thread(read_samples, self.files[place])

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from openrlhf.rollout.vllm_worker import Received
 
-RequestOutput: TypeAlias = Any  # vllm.RequestOutput, likewise
+RequestOutput: TypeAlias = Any  # vllm.RequestOutput
 LLMEngine: TypeAlias = Any  # vllm.v1.engine.llm_engine.LLMEngine, whose interface differs between releases
 SHOWN = 5  # names listed in a message
 COUNT_SECONDS = 1.0  # maximum seconds between two counts of tokens

@@ -103,7 +103,7 @@ def parse_flags() -> argparse.Namespace:
 
 
 def run_drills(root: Path, flags: argparse.Namespace) -> list[tuple[str, Outcome, float]]:
-    """Run the chosen drills in folders of their own; return title, outcome and seconds of each."""
+    """Run the chosen drills in separate folders; return title, outcome and seconds of each."""
     from tools.drill.programs import end_all
 
     rows: list[tuple[str, Outcome, float]] = []

@@ -69,7 +69,7 @@ class BadInput:
 
 
 def drill_bad_inputs(folder: Path, seed: int = 0, limit: int | None = None, at_a_time: int = 2) -> Outcome:
-    """Run each wrong input as a process of its own."""
+    """Run each wrong input in a separate process."""
 
     @cache
     def models(kind: str = "llama", **options: object) -> str:

@@ -36,7 +36,7 @@ def try_all(cases: Mapping[str, Case], drill: Callable[[Case], None], at_a_time:
     def reason(name: str) -> str | None:
         try:
             drill(cases[name])
-        except Exception as error:  # noqa: BLE001  a drill reports whatever goes wrong, and goes on
+        except Exception as error:  # noqa: BLE001  a drill reports any failure and continues
             kind = "" if isinstance(error, Lost) else f"{type(error).__name__}: "
             return f"{name}: {kind}{error}"
         return None

@@ -1,6 +1,6 @@
 """Start the commands of a drill, kill them, and look for what they leave behind.
 
-Each program has a folder of its own, which is its working directory; its temporary files go to `tmp` in there. Programs
+Each program has its own folder, which is its working directory; its temporary files go to `tmp` in there. Programs
 start warm (tests.warm), so a run takes a few seconds. The processes of a run are those that carry its folder in their
 environment or work in it.
 """

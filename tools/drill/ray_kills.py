@@ -1,6 +1,6 @@
 """Kill processes of RL runs on Ray with vLLM: driver, rank, engine, reward worker and Ray's head, at random moments.
 
-Each run has a private Ray of its own. A killed engine or reward worker is replaced and the run goes on; after the other
+Each run has its own private Ray. A killed engine or reward worker is replaced and the run continues; after the other
 kills it ends with a cause and is resumed. In any case each prompt must have been trained exactly once in the end.
 """
 
