@@ -96,7 +96,7 @@ class DataReport:
         self.texts += part.texts[: max(0, CHECKED - len(self.texts))]
 
     def counts(self) -> dict[str, object]:
-        """Return what `merge` adds up, apart from the lengths, as JSON values."""
+        """Return the counts that `merge` adds up, apart from the lengths, as JSON values."""
         names = ("dropped", "too_long", *SUMS, "soft_labels", "texts")
         return {name: getattr(self, name) for name in names}
 

@@ -39,7 +39,7 @@ class PolicySide(Protocol):
     """The sending side of a sync: the processes that hold the policy."""
 
     async def open_channels(self, machines: Mapping[int, Sequence[str]]) -> list[Receiving]:
-        """Close the previous channels and open new ones to engines: the addresses of their machines, by number.
+        """Close the previous channels and open new ones; `machines` has the addresses of each engine, by its number.
 
         Return the receivers, engine by engine; an engine may have several (`GroupSync.workers_per_engine`).
         """
