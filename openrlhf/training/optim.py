@@ -234,18 +234,17 @@ class MasterOptimizer:
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     """Add a parameter's gradient to that of its master in fp32 and free it; called as a hook after accumulation."""
-    assert parameter.grad is not None
-    if parameter.device == master.device:
-        gradient = parameter.grad.to(torch.float32)
-    else:
-        gradient = torch.empty_like(master, requires_grad=False, pin_memory=True)
-        gradient.copy_(parameter.grad, non_blocking=True)  # asynchronous; synchronised below and in `step`
-    if master.grad is None:
-        master.grad = gradient
-    else:
-        if parameter.device != master.device:
+    gradient = parameter.grad
+    assert gradient is not None
+    if parameter.device != master.device:
+        here = torch.empty_like(master, requires_grad=False, pin_memory=True)
+        gradient = here.copy_(gradient, non_blocking=True)  # asynchronous; synchronised below and in `step`
+        if master.grad is not None:
             torch.cuda.current_stream(parameter.device).synchronize()
-        master.grad.add_(gradient)
+    if master.grad is None:
+        master.grad = gradient.to(torch.float32)
+    else:
+        master.grad.add_(gradient)  # also from bf16, without an fp32 copy
     parameter.grad = None
 
 
