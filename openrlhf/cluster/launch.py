@@ -89,7 +89,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             workers = RayWorkers(groups)
             workers_per_engine = asked.engines[0].devices if asked.engines else 1
             sync = GroupSync(
-                PolicyRanks(workers.policy, transport, workers_per_engine, per_gpu),
+                PolicyRanks(workers.policy, transport, workers_per_engine, per_gpu, workers.others),
                 engines,
                 sleeps=sleeps,
                 drains=not config.asynchrony.partial_rollout,

@@ -28,6 +28,7 @@ class PolicyRanks:
     transport: Transport
     workers_per_engine: int
     engines_per_gpu: int = 1
+    others: Sequence[WorkerGroup] = ()  # groups of the other models
 
     async def open_channels(self, machines: Mapping[int, Sequence[str]]) -> list[Receiving]:
         processes, senders = self.group.processes, self._choose_senders(machines)
@@ -69,3 +70,6 @@ class PolicyRanks:
 
     async def rest(self) -> None:
         await self.group.call_all(Models.rest)
+
+    async def free_cache(self) -> None:
+        await asyncio.gather(*(group.call_all(Models.free_cache) for group in (self.group, *self.others)))

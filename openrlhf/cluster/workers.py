@@ -80,6 +80,7 @@ class RayWorkers:
         by_role = {role: group for group in groups for role in group.group.roles}
         self.groups = groups
         self.policy = by_role["actor"]
+        self.others = [group for group in groups if group is not self.policy]
         self.reference, self.critic = by_role.get("ref"), by_role.get("critic")
         # The groups with trained models, which have checkpoints.
         self.trained = [group for group in groups if {"actor", "critic"} & set(group.group.roles)]

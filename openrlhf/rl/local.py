@@ -133,6 +133,7 @@ class LocalSync:
         verify = self.proof.is_due()
         await self.engine.pause(drain=self.drains)
         if self.sleeps:
+            self.models.free_cache()  # vLLM does not take memory from PyTorch's cache
             await self.engine.wake("weights")
         sent = RecordedWeights(self.models.weights(), verify=verify)
         received = await self.engine.load(sent, version, verify=verify)
@@ -140,6 +141,7 @@ class LocalSync:
         self.proof.conclude(sent.checksums)
         self.models.rest()
         if self.sleeps:
+            self.models.free_cache()
             await self.engine.wake("cache")
         await self.engine.resume()
 

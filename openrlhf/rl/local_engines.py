@@ -189,6 +189,9 @@ class LocalPolicy:
     async def rest(self) -> None:
         self.models.rest()
 
+    async def free_cache(self) -> None:
+        self.models.free_cache()
+
     def close(self) -> None:
         if self.sender is not None:
             self.sender.close()

@@ -182,6 +182,12 @@ class Models:
             self.awake.sleep()
         self.awake = None
 
+    def free_cache(self) -> None:
+        """Free the device memory that PyTorch caches, so that other programs can allocate it."""
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # frees weight-sync buckets that the receiver has released
+            torch.cuda.empty_cache()
+
     def wake_policy(self) -> TrainBackend:
         """Move the policy to the device, for an engine that generates with the policy's network."""
         return self._use(self.policy).backend

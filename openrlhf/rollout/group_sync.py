@@ -53,6 +53,10 @@ class PolicySide(Protocol):
         """Move the policy off its devices, if it sleeps while engines generate."""
         ...
 
+    async def free_cache(self) -> None:
+        """Free the memory that PyTorch caches on the devices, so that engines have room to wake up."""
+        ...
+
 
 @dataclass
 class GroupSync:
@@ -117,6 +121,7 @@ class GroupSync:
             await self._send(to, version, drain=drain, verify=verify)
         if self.sleeps:
             await self.policy.rest()
+            await self.policy.free_cache()
             await self.engines.apply(lambda process: process.call(EngineWorker.wake, "cache"), to)
         await self.engines.apply(lambda process: process.call(EngineWorker.resume), to)
         for engine in to:
@@ -136,6 +141,7 @@ class GroupSync:
         if self.sleeps:
             # First put engines that are awake, such as new ones, to sleep: this frees memory for the policy.
             await self.engines.apply(lambda process: process.call(EngineWorker.sleep), to)
+            await self.policy.free_cache()
             await self.engines.apply(lambda process: process.call(EngineWorker.wake, "weights"), to)
         sending = asyncio.ensure_future(self.policy.send(version, verify=verify))
         incoming = [IncomingWeights(channel, number, version) for channel, number in self.receivers]

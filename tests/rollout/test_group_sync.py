@@ -43,6 +43,8 @@ class Engine:
         self.calls.append(name)
         if name in self.failures:
             raise DeathError(f"died in {name}")
+        if method is EngineWorker.wake:
+            self.calls[-1] = f"wake {arguments[0]}"
         if method is EngineWorker.load:
             ((incoming,), version) = arguments[0].by_worker, arguments[1]
             self.calls[-1] = f"load {version}"
@@ -53,9 +55,12 @@ class Engine:
 
 
 class Policy:
-    """Stand-in for the policy, with one weight that is its version."""
+    """Stand-in for the policy, with one weight that is its version; `engine` writes down its calls."""
 
     sender: WeightSender | None = None
+
+    def __init__(self, engine):
+        self.engine = engine
 
     async def open_channels(self, machines):
         if self.sender is not None:
@@ -70,6 +75,9 @@ class Policy:
     async def rest(self):
         pass
 
+    async def free_cache(self):
+        self.engine.calls.append("free_cache")
+
 
 def make_sync(*processes, spares=(), sleeps=False):
     spare = iter(spares)
@@ -79,7 +87,7 @@ def make_sync(*processes, spares=(), sleeps=False):
 
     pool = [EngineReplica(number, process) for number, process in enumerate(processes)]
     group = EngineGroup(pool, start, max_restarts=2)
-    sync = GroupSync(Policy(), group, sleeps, True, SyncProof(every=1))
+    sync = GroupSync(Policy(processes[0]), group, sleeps, True, SyncProof(every=1))
     group.send_weights = sync.resend
     return sync
 
@@ -137,3 +145,17 @@ def test_engines_that_share_devices_with_the_policy_receive_weights_together():
         assert [engine.calls.count("load 1") for engine in (healthy, new)] == [2, 1]
 
     run(scenario, sync)
+
+
+def test_engines_that_share_devices_wake_up_when_the_cache_of_the_models_is_free():
+    engine = Engine()
+    sync = make_sync(engine, sleeps=True)
+    run(lambda: sync.sync(1), sync)
+    assert engine.calls == [
+        "pause",
+        "sleep",
+        *("free_cache", "wake weights"),
+        "load 1",
+        *("free_cache", "wake cache"),
+        "resume",
+    ]
