@@ -29,6 +29,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in [name for name in os.environ if name.startswith(SETTINGS) or name in LAUNCHER]:
     del os.environ[name]
 
+# Some machines forbid Python to cache compiled modules; then each of the hundreds of processes compiles them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # By default Ray keeps the address of its last cluster in a folder shared by all users of a machine. Each process of the
 # suite gets its own folder, with a short path, because the path of a socket has at most 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="or", dir="/tmp")
