@@ -54,7 +54,7 @@ class DeepSpeedFrozen(Frozen):
     ) -> None:
         super().__init__(network.eval().requires_grad_(False), device)
         self.sharded = sharding.zero_stage == 3
-        share_rows(network, sharding)
+        share_rows(network, sharding, device.type)
         if self.sharded:
             config = frozen_config(sharding, _facts(network, device), offload=offload)
             _, self.run = shards.engine_around(network, sharding, config)
@@ -95,7 +95,7 @@ class DeepSpeedBackend(DistributedBackend):
         named = trainable(network)
         if not named:
             raise ConfigError("nothing to train: every parameter is frozen")
-        shared = share_rows(network, sharding)
+        lane = share_rows(network, sharding, device.type)
         facts = _facts(network, device)
         config = engine_config(sharding, optimizer.max_norm, facts, universal=universal_checkpoint)
         # DeepSpeed may run a trial optimizer step on zero gradients. A learning rate of 0 and clearing the state below
@@ -113,7 +113,7 @@ class DeepSpeedBackend(DistributedBackend):
         self.head_parameters = shards.unhook_head(network) if sharding.zero_stage == 3 else []
         shards.keep_gathered(self.head_parameters)
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
-        self.join_ranks(shared.lane if shared else self.engine.data_parallel_group)
+        self.join_ranks(lane or self.engine.data_parallel_group)
         self.clips_here = clips_outside(sharding, facts)
         self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
         self.engine.enable_backward_allreduce = not self.clips_here

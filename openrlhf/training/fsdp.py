@@ -43,7 +43,7 @@ class FsdpFrozen(Frozen):
         self, network: Network, sharding: ShardingFlags, device: torch.device, *, offload: bool = False
     ) -> None:
         super().__init__(network.eval().requires_grad_(False), device)
-        share_rows(network, sharding)
+        share_rows(network, sharding, device.type)
         size = sharding.expert_parallel_size
         root = shards.shard_network(network, device, expert_parallel_size=size, offload=offload, keep_head=True)
         self.run = shards.run_sharded(root)
@@ -66,9 +66,9 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         learning_rate: float,
     ) -> None:
         super().__init__(network, device)
-        shared = share_rows(network, sharding)
+        lane = share_rows(network, sharding, device.type)
         size = sharding.ds_tensor_parallel_size
-        self.join_ranks(shared.lane if shared else data_ranks(device.type, size))
+        self.join_ranks(lane or data_ranks(device.type, size))
         self.tensor_parallel = TensorParallel(network, device, size) if size > 1 else None
         self.module = self.root = shards.shard_network(
             network,

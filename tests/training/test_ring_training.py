@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch.testing import assert_close
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from openrlhf.training.local import LocalBackend, LocalFrozen
-from openrlhf.training.ring_groups import ProcessGrid
+from openrlhf.training.ring_groups import ring_mesh
 from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import RATE, SETTINGS, Distil, load_network, step_batches, train
@@ -70,10 +72,12 @@ def test_a_teacher_uses_the_ring_too(folder: Path, processes: list[dict[str, Any
     assert_same_training([one["distilled"] for one in processes], "distilled", expected)
 
 
-def test_neighbouring_ranks_form_a_ring() -> None:
-    layout = ProcessGrid(world=8, ring=2, tensor=1)
-    assert list(layout.rings()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert list(layout.lanes()) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    beside = ProcessGrid(world=8, ring=2, tensor=2)
-    assert list(beside.rings()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert list(beside.lanes()) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+@pytest.mark.parametrize(("tensor", "ring", "lane"), [(1, [2, 3], [1, 3, 5, 7]), (2, [1, 3], [3, 7])])
+def test_neighbouring_ranks_form_a_ring(tensor: int, ring: list[int], lane: list[int]) -> None:
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        mesh = ring_mesh.__wrapped__("cpu", ring=2, tensor=tensor)
+        assert dist.get_process_group_ranks(mesh["ring"].get_group()) == ring
+        assert dist.get_process_group_ranks(mesh["lane"].get_group()) == lane
+    finally:
+        dist.destroy_process_group()
