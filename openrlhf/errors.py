@@ -86,6 +86,12 @@ class HubError(OpenRLHFError, RuntimeError):
     """A failed upload; the model is complete on this machine, and the message says how to upload it later."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    message = str(error).strip()
+    return message.splitlines()[0] if message else type(error).__name__
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun for a message, such as `1 row` or `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

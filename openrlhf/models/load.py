@@ -32,13 +32,13 @@ from transformers import (
 from transformers.utils import logging
 
 from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.deferred import deferred_weights, load_shell
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
-from openrlhf.models.source import cannot_load, find_source, first_line
+from openrlhf.models.source import cannot_load, find_source
 from openrlhf.models.unused import freeze_unused
 from openrlhf.monitor import say
 

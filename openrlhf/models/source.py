@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 from openrlhf.config.checks.paths import looks_local, nearest_path, split_revision
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.hub import hub_failure, model_is_cached
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 
 
 class ModelSource(TypedDict):
@@ -50,8 +50,3 @@ def cannot_load(what: str, name: str, error: Exception) -> ConfigError:
         return error
     nor_here = "" if Path(name).exists() else f" There is no local folder {name} either."
     return ConfigError(f"cannot load the {what} {name}: {first_line(error)}{nor_here}")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its class if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

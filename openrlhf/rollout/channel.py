@@ -35,7 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
-from openrlhf.errors import RolloutError
+from openrlhf.errors import RolloutError, first_line
 from openrlhf.rollout.bucket import MAX_BUCKET, USUAL_BUCKET, free_memory
 from openrlhf.rollout.link import Link, connect
 
@@ -151,5 +151,4 @@ def blame(who: str) -> Iterator[None]:
     except RolloutError:
         raise
     except (RuntimeError, OSError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]  # torch may append a stack trace
-        raise RolloutError(f"{who}: {first_line}") from None
+        raise RolloutError(f"{who}: {first_line(error)}") from None  # torch may append a stack trace

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from openrlhf.errors import OpenRLHFError
+from openrlhf.errors import OpenRLHFError, first_line
 from openrlhf.models.forward import Network
 from openrlhf.monitor import say
 
@@ -129,5 +129,5 @@ class AutomaticCompilation:
         ours = isinstance(error, OpenRLHFError | torch.OutOfMemoryError)
         if not self.is_compiled or ours or (self.finished and not isinstance(error, TorchDynamoException)):
             return False
-        self._give_up(str(error).strip().splitlines()[0][:200])
+        self._give_up(first_line(error)[:200])
         return True

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, get_session, hf_raise_for_status
 
 from openrlhf.config.sections.export import HubFlags
-from openrlhf.errors import ConfigError, HubError
+from openrlhf.errors import ConfigError, HubError, first_line
 from openrlhf.monitor import is_main_process, say
 from openrlhf.training.card_file import EDITED_CARD
 
@@ -47,9 +47,9 @@ def check_login(flags: HubFlags) -> None:
                 f"--push_to_hub {flags.push_to_hub}: the hub does not accept this machine's token",
                 try_this="hf auth login, or another HF_TOKEN in the environment",
             ) from None
-        say(f"--push_to_hub: the hub does not answer as expected ({first_line(error)}); the run continues")
+        say(f"--push_to_hub: the hub does not answer as expected ({reason_for(error)}); the run continues")
     except (HTTPError, OSError, ValueError) as error:
-        say(f"--push_to_hub: the hub cannot be reached now ({first_line(error)}); the model will be saved locally")
+        say(f"--push_to_hub: the hub cannot be reached now ({reason_for(error)}); the model will be saved locally")
     if public:
         raise ConfigError(f"--hub_private: {flags.push_to_hub} exists and is public", try_this=PRIVATE_INSTEAD)
 
@@ -119,17 +119,16 @@ def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
         words = ["openrlhf", "export", "--pretrain", str(folder), "--push_to_hub", flags.push_to_hub or ""]
         words += ["--hub_private"] if flags.hub_private else []
         raise HubError(
-            f"the upload to {flags.push_to_hub} failed: {first_line(error)}. The model is complete in {folder}",
+            f"the upload to {flags.push_to_hub} failed: {reason_for(error)}. The model is complete in {folder}",
             try_this=shlex.join(words),
         ) from None
 
 
-def first_line(error: Exception) -> str:
+def reason_for(error: Exception) -> str:
     """Return the reason for a failure in one line: the hub's message or, without an answer, the error itself."""
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return f"{error.response.status_code} {' '.join(error.server_message.split())}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = lines[0].rstrip(".") if lines else type(error).__name__
+    line = first_line(error).strip().rstrip(".")
     # The RuntimeError of a large file names only the file.
     cause = error.__cause__ if isinstance(error, RuntimeError) else None
-    return f"{line}: {first_line(cause)}" if isinstance(cause, Exception) else line
+    return f"{line}: {reason_for(cause)}" if isinstance(cause, Exception) else line

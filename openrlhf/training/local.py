@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openrlhf.algo.reduce import Metrics
 from openrlhf.config.sections.training import OptimizerFlags
-from openrlhf.errors import BackendError, counted
+from openrlhf.errors import BackendError, counted, first_line
 from openrlhf.models.forward import Network, Requested
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
@@ -86,7 +86,7 @@ class MasterBackend(TrainBackend):
                 )
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise BackendError(
-                f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}",
+                f"the checkpoint {folder} does not fit this model: {first_line(error)}",
                 try_this="the model and flags of the run that wrote it, or start over without --load_checkpoint",
             ) from None
         if self.loss_scale and scale is not None:

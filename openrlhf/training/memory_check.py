@@ -16,7 +16,7 @@ import torch
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.workload import Workload, workload_of
-from openrlhf.errors import ConfigError, DeviceMemoryError
+from openrlhf.errors import ConfigError, DeviceMemoryError, first_line
 from openrlhf.monitor import say
 from openrlhf.plan.assessment import Assessment, assess, remedy, suggestions
 from openrlhf.plan.estimate import Phase, Shapes
@@ -106,7 +106,7 @@ def explain_memory(config: TrainingConfig, phase: Phase, machine: Machine | None
 
 def memory_error(config: TrainingConfig, phase: Phase, machine: Machine | None, cause: Exception) -> DeviceMemoryError:
     """Return the error of a phase that ran out of memory; without a machine, it has no plan."""
-    said = str(cause).strip().splitlines()[0].rstrip(".") if str(cause).strip() else type(cause).__name__
+    said = first_line(cause).rstrip(".")
     plan = None if machine is None else plan_run(config, machine)
     if plan is None:
         helps = "openrlhf plan, which shows what needs the memory and which flags help"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.sections.training import OptimizerFlags
-from openrlhf.errors import BackendError, ConfigError
+from openrlhf.errors import BackendError, ConfigError, first_line
 from openrlhf.monitor import say
 
 # Substrings of the names of parameters without weight decay: biases and weights of normalisation layers.
@@ -48,7 +48,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
             scheduler_specific_kwargs=kwargs,
         )
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"--lr_scheduler {name}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"--lr_scheduler {name}: {first_line(error)}") from None
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
         raise ConfigError(
             f"--lr_scheduler {name} depends on the loss, not on the step, so it cannot be resumed exactly"

@@ -9,6 +9,7 @@ from types import ModuleType
 
 from openrlhf.cluster.doctor.findings import Diagnosis, size
 from openrlhf.config.checks.extras import install_command
+from openrlhf.errors import first_line
 
 AREA = "Devices"
 LITTLE = 0.5  # share of a GPU's memory that should be free at the start of a run
@@ -72,7 +73,3 @@ def gpu_findings(torch: ModuleType) -> Iterator[Diagnosis]:
         linked = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
         value = f"{linked} of {len(pairs)} pairs can access each other's memory"
         yield Diagnosis(AREA, "peer access", value, "ok" if linked == len(pairs) else "note")
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
