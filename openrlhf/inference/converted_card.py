@@ -18,13 +18,9 @@ from openrlhf.training.card_file import TAG, is_ours
 from openrlhf.training.model_card import (
     PROCESS_REWARD_TAG,
     TRAINING_SECTION,
-    assemble,
     base_metadata,
-    license_section,
-    prompt_section,
+    fill_card,
     read_card,
-    use_section,
-    versions_section,
 )
 from openrlhf.training.prompt_format import PromptFormat
 
@@ -44,17 +40,13 @@ def merged_card(folder: Path, source: str, base: str | None, model: PreTrainedMo
     prompt = trained_format(source)
     example = Example(str(folder), kind, prompt or PromptFormat(), head=head)
     merged = f", merged from the adapter `{source}` into `{base}`" if base else f", made from `{source}`"
-    return assemble(
+    return fill_card(
         metadata,
-        [
-            f"# {folder.name}",
-            f"This is a {kind.value}{merged} with OpenRLHF.",
-            use_section(example) if kind is not Kind.PROCESS_REWARD else "",
-            prompt_section(prompt, kind) if prompt else "",
-            training_part(source),
-            license_section(metadata),
-            versions_section(),
-        ],
+        title=folder.name,
+        summary=f"This is a {kind.value}{merged} with OpenRLHF.",
+        example=example if kind is not Kind.PROCESS_REWARD else None,
+        prompt=prompt if kind is not Kind.PROCESS_REWARD else None,
+        training=training_part(source),
     )
 
 
@@ -73,32 +65,13 @@ def gguf_card(folder: Path, source: str, base: str | None, file: str, weights: s
     metadata.library_name = "gguf"
     metadata.pipeline_tag = "text-generation"
     metadata.tags = [*(metadata.tags or []), "gguf"]
-    name = folder.name.lower().replace(" ", "-")
-    use = "\n".join(
-        [
-            "## Use",
-            "",
-            "With Ollama, in this folder:",
-            "",
-            f"```bash\nollama create {name} -f Modelfile\nollama run {name}\n```",
-            "",
-            "With llama.cpp:",
-            "",
-            f"```bash\nllama-cli -m {file}\n```",
-        ]
-    )
-    prompt = trained_format(source)
-    return assemble(
+    return fill_card(
         metadata,
-        [
-            f"# {folder.name}",
-            f"This is `{source}` as a GGUF file with weights of type {weights}, written by OpenRLHF.",
-            use,
-            prompt_section(prompt, Kind.LANGUAGE) if prompt else "",
-            training_part(source),
-            license_section(metadata),
-            versions_section(),
-        ],
+        title=folder.name,
+        summary=f"This is `{source}` as a GGUF file with weights of type {weights}, written by OpenRLHF.",
+        gguf={"name": folder.name.lower().replace(" ", "-"), "file": file},
+        prompt=trained_format(source),
+        training=training_part(source),
     )
 
 

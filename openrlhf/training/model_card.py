@@ -28,7 +28,7 @@ from openrlhf.config.runtime import critic_model
 from openrlhf.errors import counted
 from openrlhf.models.hub_commits import as_text, cached_commit, model_commit
 from openrlhf.monitor import say
-from openrlhf.training.card_example import Example, Kind
+from openrlhf.training.card_example import CARDS, Example, Kind
 from openrlhf.training.card_file import CARD_FILE, TAG, folder_card, load_card, sealed
 from openrlhf.training.prompt_format import PromptFormat
 from openrlhf.training.run_directory import SECRET, package_versions, shown_flags
@@ -94,18 +94,27 @@ def training_card(
     metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
     metadata.tags = [TAG, tag, *(["lora"] if example.is_adapter else [])]
     metadata["prompt_format"] = example.prompt.metadata()
+    command = command_of(config)
     what = f"the LoRA adapter of a {kind.value}" if example.is_adapter else f"a {kind.value}"
-    sections = [
-        f"# {Path(path).name}",
-        f"This is {what}, trained from `{base}` by {algorithm} with OpenRLHF (`openrlhf {command_of(config)}`).",
-        use_section(example),
-        prompt_section(example.prompt, kind),
-        training_section(config, outcome, base),
-        results_section(outcome),
-        license_section(metadata),
-        versions_section(),
-    ]
-    return assemble(metadata, sections)
+    return fill_card(
+        metadata,
+        title=Path(path).name,
+        summary=f"This is {what}, trained from `{base}` by {algorithm} with OpenRLHF (`openrlhf {command}`).",
+        example=example,
+        prompt=example.prompt if kind is not Kind.PROCESS_REWARD else None,
+        run=facts_of_run(config, outcome, base),
+    )
+
+
+def fill_card(metadata: ModelCardData, **facts: object) -> ModelCard:
+    """Return a card with this metadata; cards/model_card.md.jinja shows which facts its text may contain."""
+    given: dict[str, object] = dict.fromkeys(("example", "gguf", "prompt", "run", "training")) | facts
+    text = CARDS.get_template("model_card.md.jinja").render(
+        given,
+        needs_license=metadata.get("license_name") == "unknown",
+        versions=", ".join(f"{name} {number}" for name, number in package_versions().items() if number),
+    )
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text.strip()}\n", ignore_metadata_errors=True)
 
 
 def example_of(config: TrainingConfig, path: str, kind: Kind) -> Example:
@@ -127,12 +136,6 @@ def base_of(config: TrainingConfig, kind: Kind) -> str:
     """Return the model that training started from; for a critic, --critic_pretrain or a reward model."""
     is_critic = isinstance(config, RLConfig) and kind is Kind.CRITIC
     return str(critic_model(config) if is_critic else config.model.pretrain)
-
-
-def assemble(metadata: ModelCardData, sections: list[str]) -> ModelCard:
-    """Join metadata and sections into a card; empty sections are left out."""
-    body = "\n\n".join(section for section in sections if section)
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=True)
 
 
 def command_of(config: TrainingConfig) -> str:
@@ -213,60 +216,27 @@ def training_data(config: TrainingConfig) -> list[tuple[str, str | None]]:
     return dataset_revisions(names, as_text(values.get("dataset_revision")))
 
 
-def use_section(example: Example) -> str:
-    return f"## Use\n\n```python\n{example.code()}\n```"
-
-
-def prompt_section(prompt: PromptFormat, kind: Kind) -> str:
-    """Describe the prompt format in words; the example shows it in code."""
-    if kind is Kind.PROCESS_REWARD:
-        return ""
-    lines = ["## Prompt format", ""]
-    if prompt.chat:
-        whose = "its own chat template (in the example)" if prompt.chat_template else "the tokenizer's chat template"
-        lines.append(f"The model was trained with {whose}; use it for every prompt.")
-        if prompt.system_prompt:
-            lines.append(f"Conversations start with this system message: {prompt.system_prompt!r}")
-    elif prompt.input_template:
-        lines += ["Prompts were written like this in training, with `{}` for the input:", ""]
-        lines += ["```text", prompt.input_template, "```"]
-    else:
-        lines.append("The model was trained on plain text, without a template.")
-    return "\n".join(lines)
-
-
-def training_section(config: TrainingConfig, outcome: Outcome, base: str) -> str:
-    """Describe base model, data and flags, and how to repeat the run."""
-    unit = "prompt" if isinstance(config, RLConfig) else "row"
-    commit = model_commit(base)
-    data = []
+def facts_of_run(config: TrainingConfig, outcome: Outcome, base: str) -> dict[str, object]:
+    """Return base model, data, flags and results for the section on training."""
+    data: list[str] = []
     for name, revision in training_data(config):
         resolved = cached_commit("dataset", name.partition("@")[0], revision) if revision else None
-        at = f" at revision `{resolved or revision}`" if revision else ""
-        data.append(f"`{name}`{at}")
-    lines = [
-        TRAINING_SECTION,
-        "",
-        f"- Base model: `{base}`" + (f" (commit `{commit}`)" if commit else ""),
-        f"- Data: {', '.join(data)}; {counted(outcome.rows, unit)} after preparation",
-        *([f"- Evaluation data: {counted(outcome.eval_rows, unit)}"] if outcome.eval_rows else []),
-        f"- Algorithm: {algorithm_of(config)[0]}",
-        *([f"- Steps: {outcome.step}"] if outcome.step is not None else []),
-        f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "",
-        *repetition(config),
-    ]
-    return "\n".join(lines)
-
-
-def repetition(config: TrainingConfig) -> list[str]:
-    """Return the lines that say how to repeat the run; objects of a Python program cannot be flags of a command."""
-    if any(isinstance(value, str) and is_in_memory(value) for value in flag_values(config).values()):
-        text = (
-            "The run was started from Python, with these flags; those marked `in memory` were objects of the program:"
-        )
-        return [text, "", "```text", reproduction(config), "```"]
-    return ["Repeat the run with:", "", "```bash", reproduction(config), "```"]
+        data.append(f"`{name}`" + (f" at revision `{resolved or revision}`" if revision else ""))
+    unit = "prompt" if isinstance(config, RLConfig) else "row"
+    return {
+        "base": base,
+        "commit": model_commit(base),
+        "data": data,
+        "amount": counted(outcome.rows, unit),
+        "eval_amount": counted(outcome.eval_rows, unit) if outcome.eval_rows else None,
+        "algorithm": algorithm_of(config)[0],
+        "outcome": outcome,
+        "last_step": {name: value for name, value in outcome.train.items() if not name.startswith("timing/")},
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        # Objects of a Python program cannot be flags of a command.
+        "in_memory": any(isinstance(value, str) and is_in_memory(value) for value in flag_values(config).values()),
+        "command": reproduction(config),
+    }
 
 
 def reproduction(config: TrainingConfig) -> str:
@@ -285,33 +255,3 @@ def reproduction(config: TrainingConfig) -> str:
             parts = value if isinstance(value, list) else ["false" if value is False else value]
             words.append(" ".join((f"--{name}", *(shlex.quote(str(part)) for part in parts))))
     return " \\\n    ".join(words)
-
-
-def results_section(outcome: Outcome) -> str:
-    """Return the evaluation as a table, followed by the metrics of the last step in a collapsed block."""
-    parts = []
-    if outcome.evaluation:
-        parts.append(metrics_table(outcome.evaluation))
-    if train := {name: value for name, value in outcome.train.items() if not name.startswith("timing/")}:
-        parts.append(f"<details><summary>Metrics of the last step</summary>\n\n{metrics_table(train)}\n\n</details>")
-    return "\n\n".join(["## Results", *parts]) if parts else ""
-
-
-def metrics_table(metrics: Mapping[str, float]) -> str:
-    return "\n".join(
-        ["| metric | value |", "|---|---|", *(f"| {name} | {value:.4g} |" for name, value in metrics.items())]
-    )
-
-
-def license_section(metadata: ModelCardData) -> str:
-    if metadata.get("license_name") != "unknown":
-        return ""
-    return (
-        "## License\n\nThe license is not known: the base model's card was not found, or names none. Fill in `license`"
-        " at the top before you share this model."
-    )
-
-
-def versions_section() -> str:
-    known = (f"{name} {number}" for name, number in package_versions().items() if number)
-    return f"## Versions\n\n{', '.join(known)}"
