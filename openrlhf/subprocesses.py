@@ -9,6 +9,7 @@ run only our own code and exchange pickles; workers run user code and answer in 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 LENGTH = struct.Struct("!Q")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the parent of this process dies
 
 
 def python_command(code: str) -> list[str]:
@@ -44,6 +46,12 @@ async def start_python(
         start_new_session=True,
         env=environment,
     )
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process with the one that started it; only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def frame(data: bytes) -> bytes:

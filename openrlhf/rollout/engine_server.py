@@ -9,26 +9,22 @@ engine holds the interpreter lock.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
-import sys
 import traceback
 
 from openrlhf.errors import BackendError, OpenRLHFError
 from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Raised, Returned, encode, receive
 from openrlhf.rollout.engine_worker import EngineWorker
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the parent of this process dies
+from openrlhf.subprocesses import die_with_parent
 
 
 def main() -> None:
     """Serve calls on the socket that is standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # launchers signal every process of a run
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    die_with_parent()
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:  # no other code may read from the socket
         os.dup2(nothing.fileno(), 0)

@@ -7,8 +7,6 @@ same process or through a channel, passes them to vLLM's own loader, and reports
 
 from __future__ import annotations
 
-import ctypes
-import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Weights
 from openrlhf.rollout.vllm_layers import COPIED, Sampled, method_of, read_back, reloading, sampled
 from openrlhf.rollout.weight_receiver import WeightsPerWorker
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+from openrlhf.subprocesses import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class WeightLoading:
         vLLM's workers notice the end of their parent only between steps, and not at all while they wait for a worker on
         another node. Until then, they would occupy the memory of their GPU.
         """
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        die_with_parent()
 
     def make_stage_inputs(self) -> None:
         """Allocate the input of a pipeline stage, which vLLM on CPU does only if it compiles the model."""
