@@ -18,14 +18,13 @@ from contextlib import asynccontextmanager, suppress
 from openrlhf.cluster.address import is_reachable, open_connection
 from openrlhf.errors import RESUME, BackendError
 from openrlhf.monitor import say
+from openrlhf.rollout.link import keep_alive
 
 SILENCE_TIMEOUT = 10.0  # seconds, for a head that neither accepts nor refuses connections
 # Seconds between two attempts to connect to a head that closes connections immediately. A dying head may do so once,
 # and Ray ends this process at its next call, so the first attempts follow quickly.
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
 MAY_COME_BACK = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's variable; set if the head keeps its state in Redis
-# TCP keepalive (Linux option names), to notice a machine that disappears without closing its connections.
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class Head:
@@ -97,10 +96,7 @@ class Head:
     def _stay_connected(self, released: threading.Event) -> None:
         """Hold a connection until the head closes it, as Ray sometimes does with silent clients."""
         with open_connection(self.address) as self.connection:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in KEEPALIVE.items():
-                if hasattr(socket, name):
-                    self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            keep_alive(self.connection, idle=5, interval=2, probes=3)
             with suppress(OSError):
                 while not released.is_set() and self.connection.recv(4096):
                     pass

@@ -30,8 +30,14 @@ MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
 ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed
 NONCE = 32  # bytes
 LENGTH = struct.Struct("!Q")  # precedes each message
-# TCP keepalive (Linux option names), to notice a machine that disappears without closing its connections.
-KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, probes
+
+
+def keep_alive(connection: socket.socket, *, idle: int, interval: int, probes: int) -> None:
+    """Notice a machine that disappears without closing its connections; Linux takes the times, in seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": probes}.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Link:
@@ -44,10 +50,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(connection, idle=15, interval=5, probes=6)
 
     def fileno(self) -> int:
         return self.socket.fileno()
