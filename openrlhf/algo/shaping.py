@@ -100,9 +100,8 @@ def shape_steps(estimator: str, rewards: Tensor, group_ids: Tensor, sample_ids: 
     return torch.where(others > 0, rewards.float() - baseline, 0.0)
 
 
-WHITENED = frozenset(
-    {"gae", "reinforce", "reinforce_baseline"}
-)  # estimators whose advantages are normalised over the rollout
+# Estimators whose advantages are normalised over the rollout.
+WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
 
 
 def response_lengths(action_mask: Tensor) -> Tensor:

@@ -40,16 +40,13 @@ def choose_attention(requested: str, device: torch.device, packing: bool) -> tup
     if package and (find_spec(package) is None or device.type != "cuda"):
         why = f"{package} is not installed" if device.type == "cuda" else "there is no GPU"
         kernel = "PyTorch's varlen kernel" if device.type == "cuda" else "SDPA"
-        return choose_attention("auto", device, packing)[
-            0
-        ], f"--attn_implementation {requested}: {why}, so {kernel} is used instead"
+        line = f"--attn_implementation {requested}: {why}, so {kernel} is used instead"
+        return choose_attention("auto", device, packing)[0], line
+    line = None
     if packing and not package and requested != SEGMENTED:
-        return (
-            requested,
-            f"--attn_implementation {requested} does not support packing, so sequences are padded. Try: "
-            "--attn_implementation auto",
-        )
-    return requested, None
+        line = f"--attn_implementation {requested} does not support packing, so sequences are padded. Try: "
+        line += "--attn_implementation auto"
+    return requested, line
 
 
 def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> str:

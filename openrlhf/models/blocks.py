@@ -83,9 +83,8 @@ def block_gradients(
         )
     to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (result.query, key, value))
     group = (key.shape[1], -1)  # unflatten heads to [key heads, group]: each group shares a key head
-    pull = (result.gradient.float() * result.output.float()).sum(
-        -1
-    )  # [queries, heads]: correction term of the softmax gradient
+    # The correction term of the softmax gradient, [queries, heads].
+    pull = (result.gradient.float() * result.output.float()).sum(-1)
     for queries, keys, distance in tiles(block, scoring.window):
         # query and gradient: [queries, key heads, group, dim]; scores and weights: [key heads, group, queries, keys]
         query, gradient = (part[queries].unflatten(1, group) for part in (result.query, result.gradient))

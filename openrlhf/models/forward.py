@@ -237,9 +237,8 @@ class Network(nn.Module):
             places = batch.places.targets  # [targets]
             if not issubclass(kind, TargetLogits):
                 places = places - 1  # a token is predicted by the state before it
-        held: Any = (
-            slice(None) if share is None else share.held(places)
-        )  # indices of the positions in this process, [selected here]
+        # Indices of the positions in this process, [selected here].
+        held: Any = slice(None) if share is None else share.held(places)
         here = places if share is None else share.local(places[held])
         found = self._apply_head(states.at(here), held, batch, kind, temperature, teacher)
         if share is not None:  # every process needs all outputs

@@ -59,9 +59,8 @@ def start_mps() -> Clients:
     return _started[0]
 
 
-_started: list[
-    Clients
-] = []  # result of the first call: all runs of a notebook share the daemon, and a failure would only recur
+# The result of the first call: all runs of a notebook share the daemon, and a failure would only recur.
+_started: list[Clients] = []
 _keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
 
 

@@ -21,11 +21,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
 LOCK_FILE = ".openrlhf.lock"
-UNSUPPORTED = (
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.ENOLCK,
-)  # errors of file systems without locks
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems without locks
 
 _held: set[int] = set()  # descriptors of the locks of this process
 
