@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from openrlhf.errors import BackendError, counted
-from openrlhf.models.checkpoint_parts import CheckpointPart, checkpoint_parts
+from openrlhf.models.checkpoint_parts import CheckpointPart, ScatteredTensorError, checkpoint_parts
 from openrlhf.models.source import ModelSource
 
 ATTRIBUTE = "deferred_weights"  # set on models that `load_shell` returns
@@ -50,7 +50,7 @@ class WeightFiles:
         for parameter in parameters:
             if parameter in self.names:
                 parts = self.parts[self.names.pop(parameter)]
-                if len(parts) == 1 and parts[0].shape == tuple(parameter.shape):
+                if len(parts) == 1 and parts[0].is_whole(parameter):
                     found = read_tensor(self.files[parts[0].name], parts[0].name)
                     parameter.data = found.to(parameter.dtype, copy=copy)
                 else:
@@ -65,7 +65,7 @@ class WeightFiles:
                 path = self.files[part.name]
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, "pt"))
-                joined[part.block].copy_(opened[path].get_tensor(part.name))
+                part.of(joined).copy_(opened[path].get_tensor(part.name))
         return joined
 
     def must_be_used_up(self) -> None:
@@ -89,8 +89,11 @@ def load_shell(load: Callable[..., Loaded], source: ModelSource) -> Loaded | Non
     named = dict(model.named_parameters())  # each tied weight under one of its names
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     saved = {name: parameter for name, parameter in named.items() if name not in missing}
-    parts = checkpoint_parts(model, {name: parameter.shape for name, parameter in saved.items()})
-    if parts is None or not files.keys() >= set(buffers) - missing:
+    try:
+        parts = checkpoint_parts(model, {name: parameter.shape for name, parameter in saved.items()})
+    except ScatteredTensorError:
+        return None
+    if not files.keys() >= set(buffers) - missing:
         return None
     if not _have_shapes(files, {part.name: part.shape for own in parts.values() for part in own}):
         return None

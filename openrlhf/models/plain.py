@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.errors import RolloutError
+from openrlhf.models.checkpoint_parts import ScatteredTensorError, checkpoint_parts
 from openrlhf.models.forward import Network
 from openrlhf.models.router_replay import RoutedLayers
 
@@ -131,35 +132,17 @@ def checkpoint_places(network: Network) -> dict[str, Tensor]:
         moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}  # converted on saving
         places |= {kept[id(tensor)]: tensor for tensor in own.values() if id(tensor) in kept}
         if moved:
-            places |= _views(network.decoder, moved)
+            shapes = {name: tensor.shape for name, tensor in moved.items()}
+            try:
+                parts = checkpoint_parts(network.decoder, shapes, exact=True)
+            except ScatteredTensorError as error:
+                raise RolloutError(
+                    f"{type(network.decoder).__name__} cannot receive new weights in the in-process engine: its"
+                    f" checkpoint tensor {error} is not part of a single tensor in memory",
+                    try_this="vLLM (--vllm_num_engines 1), or another model",
+                ) from None
+            places |= {part.name: part.of(moved[name]) for name, own in parts.items() for part in own}
     return places
-
-
-def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of fused tensors by the checkpoint names of their parts.
-
-    Running the conversion on element indices instead of weights shows the new position of each element. If the
-    indices of a saved tensor form a regular pattern within one source, it is a strided view of that source.
-    """
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    starts = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
-    numbers = torch.arange(sum(sizes))
-    parts = zip(tensors.items(), numbers.split(sizes), strict=True)
-    given = {name: part.view(tensor.shape) for (name, tensor), part in parts}
-    views: dict[str, Tensor] = {}
-    for saved, found in revert_weight_conversion(decoder, given).items():
-        first = int(found.flatten()[0])
-        steps = [int(found.select(d, 1).flatten()[0]) - first if size > 1 else 1 for d, size in enumerate(found.shape)]
-        source = max((name for name in starts if starts[name] <= first), key=lambda name: starts[name])
-        within = int(found.max()) < starts[source] + tensors[source].numel()
-        if not within or not torch.equal(numbers.as_strided(found.shape, steps, first), found):
-            raise RolloutError(
-                f"{type(decoder).__name__} cannot receive new weights in the in-process engine: its checkpoint tensor "
-                f"{saved} is not part of a single tensor in memory",
-                try_this="vLLM (--vllm_num_engines 1), or another model",
-            )
-        views[saved] = tensors[source].as_strided(found.shape, steps, first - starts[source])
-    return views
 
 
 @torch.no_grad()
