@@ -38,7 +38,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, estimator: str = "k1") -> Tensor:
     """Return the KL per token as a reward term: clamped to [-10, 10], zero at masked tokens, without gradient."""
     log_ratio = masked_log_probs(log_probs, action_mask) - masked_log_probs(ref_log_probs, action_mask)
-    return _estimator(estimator)(log_ratio.clamp(-LIMIT, LIMIT)).clamp(-LIMIT, LIMIT)
+    return KL_ESTIMATORS[estimator](log_ratio.clamp(-LIMIT, LIMIT)).clamp(-LIMIT, LIMIT)
 
 
 def kl_loss(
@@ -62,18 +62,12 @@ def kl_loss(
     current, reference = masked_log_probs(log_probs, action_mask), masked_log_probs(ref_log_probs, action_mask)
     log_ratio = current - reference
     log_ratio = log_ratio.detach().clamp(-LIMIT, LIMIT) + (log_ratio - log_ratio.detach())  # straight-through
-    values = _estimator(estimator)(log_ratio)
+    values = KL_ESTIMATORS[estimator](log_ratio)
     if old_log_probs is not None:
         log_weight = (current - masked_log_probs(old_log_probs, action_mask)).detach()
         pull = current * (log_weight.clamp(max=20.0).exp().clamp(max=MAX_WEIGHT) * log_ratio.detach())
         values = values.detach() + (pull - pull.detach())
     return aggregate(values, action_mask, mode, denominator, rows), {"kl_loss": mean_of(values, action_mask)}
-
-
-def _estimator(name: str) -> Callable[[Tensor], Tensor]:
-    if name not in KL_ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {name!r}: expected one of {', '.join(KL_ESTIMATORS)}")
-    return KL_ESTIMATORS[name]
 
 
 @dataclass(frozen=True)
