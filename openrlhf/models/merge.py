@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,9 +35,12 @@ def merge_adapter(
 
     The base is loaded unquantised, even if the adapter was trained on a 4-bit base.
     """
-    check_kind(adapter, is_rm=is_rm)
-    warn_about_another_base(base, adapter)
-    base = with_trained_revision(base, adapter)
+    path = adapter / "adapter_config.json"
+    if not path.is_file():
+        raise ConfigError(f"--lora_path {adapter}: expected a local folder with an adapter_config.json, found none")
+    settings: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
+    check_kind(adapter, settings.get("task_type"), is_rm=is_rm)
+    base = choose_revision(base, adapter, settings)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
     # Besides weights, the adapter folder of a reward model stores the name of its head and statistics of its scores.
     path = adapter / HEAD_CONFIG
@@ -53,12 +57,8 @@ def merge_adapter(
     return merged.to(dtype), tokenizer
 
 
-def check_kind(adapter: Path, *, is_rm: bool) -> None:
-    """Reject a folder without an adapter, or with an adapter whose kind does not match --is_rm."""
-    settings = adapter / "adapter_config.json"
-    if not settings.is_file():
-        raise ConfigError(f"--lora_path {adapter}: expected a local folder with an adapter_config.json, found none")
-    task = json.loads(settings.read_text(encoding="utf-8")).get("task_type")
+def check_kind(adapter: Path, task: str | None, *, is_rm: bool) -> None:
+    """Reject an adapter whose kind does not match --is_rm."""
     if task not in TASKS or TASKS[task] == is_rm:
         return
     if is_rm:
@@ -68,22 +68,19 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
 
 
-def warn_about_another_base(base: str, adapter: Path) -> None:
-    """Print a line if the adapter was trained on a model of another name, which may have other weights."""
-    trained = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+def choose_revision(base: str, adapter: Path, settings: Mapping[str, str | None]) -> str:
+    """Append the commit that the adapter was trained on to the base's hub name, unless a revision is given.
+
+    Print a line if the adapter was trained on a model of another name, which may have other weights.
+    """
+    trained, commit = settings.get("base_model_name_or_path"), settings.get("revision")
     given = split_revision(base)[0]
     if trained and trained != given and Path(trained).expanduser().resolve() != Path(given).expanduser().resolve():
         say(
             f"{adapter} was trained on {trained}, and is merged into {given}: the result is right only if both have the"
             " same weights"
         )
-
-
-def with_trained_revision(base: str, adapter: Path) -> str:
-    """Append the commit that the adapter was trained on to the base's hub name, unless a revision is given."""
-    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    commit = settings.get("revision")
-    if is_here(base) or "@" in base or not commit or settings.get("base_model_name_or_path") != base:
+    if is_here(base) or "@" in base or not commit or trained != base:
         return base
     say(f"merging into {base}@{commit}, the revision that {adapter} was trained on")
     return f"{base}@{commit}"
