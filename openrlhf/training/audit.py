@@ -19,6 +19,7 @@ from openrlhf.monitor import say, shown_count
 from openrlhf.training.optim import Named
 
 STEPS = 3  # audited steps; steps with a learning rate of 0 do not count
+TRAINABLE = "trainable parameters"
 NAMES = 4  # parameter names listed per message
 # The parameters of one expert have no gradient until a token is routed to it, so a missing gradient is not an error.
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -101,7 +102,8 @@ class Audit:
         unused = [name for name, seen in zip(names, received, strict=True) if not seen and not ONE_EXPERT.search(name)]
         if unused:
             raise BackendError(
-                f"{self._some(unused)} received no gradient in {STEPS} steps: the loss does not depend on them",
+                f"{some_of(unused, len(names), TRAINABLE)} received no gradient in {STEPS} steps: the loss does not"
+                " depend on them",
                 try_this="another model, or freeze the unused parameters",
             )
         for which, finding in (
@@ -110,10 +112,7 @@ class Audit:
         ):
             found = [name for name, chosen in zip(names, which, strict=True) if chosen]
             if found:
-                say(f"{self._some(found)} {finding}")
-
-    def _some(self, names: list[str]) -> str:
-        return some_of(names, len(self.named), "trainable parameters")
+                say(f"{some_of(found, len(names), TRAINABLE)} {finding}")
 
 
 def some_of(names: Sequence[str], total: int, what: str) -> str:

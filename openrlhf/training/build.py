@@ -172,13 +172,16 @@ def make_backend(
         report_frozen(network)
     chosen = training_backend(config)
     if chosen == "local":
+        compiles = config.sharding.deepcompile
+        if compiles is None and config.batches.full_determinism:  # the run must not depend on timings
+            compiles = False
         return LocalBackend(
             network,
             optimizer,
             device,
             learning_rate=learning_rate,
             adam_offload=config.sharding.adam_offload,
-            compile_layers=compiles_layers(config),
+            compile_layers=compiles,
         )
     if chosen == "fsdp":
         from openrlhf.training.fsdp import FsdpBackend
@@ -194,12 +197,6 @@ def make_backend(
         learning_rate=learning_rate,
         universal_checkpoint=config.checkpoints.use_ds_universal_ckpt,
     )
-
-
-def compiles_layers(config: TrainingConfig) -> bool | None:
-    """Return --deepcompile; by default None (automatic), or False if the run must not depend on timings."""
-    chosen = config.sharding.deepcompile
-    return False if chosen is None and config.batches.full_determinism else chosen
 
 
 def make_frozen(config: TrainingConfig, network: Network, device: torch.device, *, offload: bool) -> Frozen:

@@ -47,11 +47,6 @@ def is_ours(card: ModelCard | None) -> bool:
     return isinstance(tags, list) and TAG in tags
 
 
-def was_edited(file: Path) -> bool:
-    text = file.read_text(encoding="utf-8")
-    return text != sealed(text.rpartition(SEAL)[0])
-
-
 def keep_readme(folder: Path, aside: Path) -> None:
     """Keep the README.md of `folder`, unless it is our own and unchanged, before the files of `aside` move there."""
     card, present = aside / CARD_FILE, folder / CARD_FILE
@@ -60,6 +55,6 @@ def keep_readme(folder: Path, aside: Path) -> None:
     if not is_ours(load_card(present)):
         card.rename(aside / OTHER_CARD)
         say(f"{present} is not a model card of OpenRLHF and is kept: the card of the model is {folder / OTHER_CARD}")
-    elif was_edited(present):
+    elif (text := present.read_text(encoding="utf-8")) != sealed(text.rpartition(SEAL)[0]):  # it was edited
         present.replace(folder / EDITED_CARD)
         say(f"the edited model card in {folder} is now {EDITED_CARD}: copy your edits from it to the new card")

@@ -45,7 +45,8 @@ class Block:
     def divided(self, dimension: int, part: int, parts: int) -> Block:
         """Return a part of this block, divided as by `torch.chunk`."""
         ranges = list(self.ranges)
-        ranges[dimension] = chunk_of(ranges[dimension], part, parts)
+        each = math.ceil(len(ranges[dimension]) / parts)
+        ranges[dimension] = ranges[dimension][each * part : each * (part + 1)]
         return replace(self, ranges=tuple(ranges))
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -55,12 +56,6 @@ class Block:
     @property
     def size(self) -> list[int]:
         return [len(one) for one in self.ranges]
-
-
-def chunk_of(numbers: range, part: int, parts: int) -> range:
-    """Return one of the parts into which `torch.chunk` divides a range."""
-    each = math.ceil(len(numbers) / parts)
-    return numbers[each * part : each * (part + 1)]
 
 
 def save_shards(

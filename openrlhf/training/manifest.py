@@ -14,7 +14,6 @@ import json
 import os
 import pwd
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,9 +27,10 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def write_manifest(folder: Path) -> None:
     """List the files of a checkpoint; call it when all of them are complete."""
-    sums = checksums(folder, sorted(path.relative_to(folder).as_posix() for path in _files(folder)))
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": value} for name, value in sums.items()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+    files = (path for path in folder.rglob("*") if path.is_file())
+    sums = checksums(folder, sorted(path.relative_to(folder).as_posix() for path in files))
+    listed = {name: {"bytes": (folder / name).stat().st_size, "sha256": value} for name, value in sums.items()}
+    (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=1), encoding="utf-8")
 
 
 def find_damage(folder: Path) -> str | None:
@@ -127,7 +127,3 @@ def is_private(group: int) -> bool:
     except KeyError:  # a user or group without a name, as in containers
         return group == 0
     return group == 0 or (found.gr_name == user and set(found.gr_mem) <= {user})
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())

@@ -38,12 +38,9 @@ def detect_machine(asked: str = "auto") -> Machine:
     used = devices[torch.cuda.current_device()]
     if world_size() > 1:
         used = min(devices, key=lambda device: device.total_memory)
-    return Machine(gpu_of(used.name, used.total_memory), len(devices), host_memory=host)
-
-
-def gpu_of(name: str, memory: float) -> GPU:
-    """Return the figures of a GPU; for one that is not in the table, its own memory and the speed of an A10."""
-    return find_gpu(name, memory) or GPU(name, memory, teraflops=125.0, bandwidth=600.0, link=25.0, host=20.0)
+    # For a GPU that is not in the table, take its own memory and the speed of an A10.
+    unknown = GPU(used.name, used.total_memory, teraflops=125.0, bandwidth=600.0, link=25.0, host=20.0)
+    return Machine(find_gpu(used.name, used.total_memory) or unknown, len(devices), host_memory=host)
 
 
 def read_shapes(work: Workload) -> Shapes:

@@ -84,12 +84,14 @@ def training_card(
     `folder` and `kind` are given if it is not the finished model: for the model of a checkpoint, or a critic.
     """
     kind = kind or kind_of(config)
-    base = base_of(config, kind)
+    # A critic starts from --critic_pretrain or from a reward model.
+    is_critic = isinstance(config, RLConfig) and kind is Kind.CRITIC
+    base = str(critic_model(config) if is_critic else config.model.pretrain)
     path = str(folder) if folder else config.hub.push_to_hub or config.checkpoints.save_path
     example = example_of(config, path, kind)
     algorithm, tag = algorithm_of(config)
     metadata = base_metadata(base)
-    metadata.datasets = hub_datasets(config) or None
+    metadata.datasets = [name.partition("@")[0] for name, _ in training_data(config) if not is_here(name)] or None
     metadata.library_name = "peft" if example.is_adapter else "transformers"
     metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
     metadata.tags = [TAG, tag, *(["lora"] if example.is_adapter else [])]
@@ -132,12 +134,6 @@ def example_of(config: TrainingConfig, path: str, kind: Kind) -> Example:
     return replace(example, step_token=str(fields.placeholder_token), step_labels=fields.reward_tokens)
 
 
-def base_of(config: TrainingConfig, kind: Kind) -> str:
-    """Return the model that training started from; for a critic, --critic_pretrain or a reward model."""
-    is_critic = isinstance(config, RLConfig) and kind is Kind.CRITIC
-    return str(critic_model(config) if is_critic else config.model.pretrain)
-
-
 def command_of(config: TrainingConfig) -> str:
     return next(name for name, kind in COMMANDS.items() if kind is type(config))
 
@@ -163,7 +159,8 @@ def algorithm_of(config: TrainingConfig) -> tuple[str, str]:
 
 def read_card(name: str) -> ModelCard | None:
     """Return the card of a model folder, or of a hub name whose card is in the local cache; None without one."""
-    cached = None if is_here(name) else try_to_load_from_cache(*_repository(name))
+    repository, revision = split_revision(name)
+    cached = None if is_here(name) else try_to_load_from_cache(repository, CARD_FILE, revision=revision)
     return load_card(Path(cached)) if isinstance(cached, str) else folder_card(Path(name).expanduser())
 
 
@@ -182,11 +179,6 @@ def warn_if_prompted_differently(config: RLConfig) -> None:
     say(f"{name} was trained with {before}, but this run prompts it with {now}. Try: {fix}")
 
 
-def _repository(name: str) -> tuple[str, str, None, str | None]:
-    repository, revision = split_revision(name)
-    return repository, CARD_FILE, None, revision
-
-
 def base_metadata(base: str) -> ModelCardData:
     """Return the metadata that a model inherits from its base: license, language and, for a folder, its own base.
 
@@ -202,11 +194,6 @@ def base_metadata(base: str) -> ModelCardData:
         license_link=known.get("license_link"),
         language=known.get("language"),
     )
-
-
-def hub_datasets(config: TrainingConfig) -> list[str]:
-    """Return the training datasets that are on a hub."""
-    return [name.partition("@")[0] for name, _ in training_data(config) if not is_here(name)]
 
 
 def training_data(config: TrainingConfig) -> list[tuple[str, str | None]]:

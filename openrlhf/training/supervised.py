@@ -136,7 +136,8 @@ def make_fit(
 
     def save_step(folder: Path) -> None:
         outcome = Outcome(len(data.train), len(data.evaluation), fit.last_step, evaluation=fit.last_evaluation)
-        save_model_folder(built, tokenizer, folder, lambda: training_card(config, outcome, folder=folder))
+        with atomic_folder.exporting(folder, built.backend) as aside:
+            fill_model_folder(built, tokenizer, aside, lambda: training_card(config, outcome, folder=folder))
 
     fit = Fit(
         backend=built.backend,
@@ -186,13 +187,8 @@ def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int],
     return scheduled
 
 
-def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path, card: MakeCard) -> None:
-    """Export the model, its tokenizer and its card; all processes call it together."""
-    with atomic_folder.exporting(folder, built.backend) as aside:
-        fill_model_folder(built, tokenizer, aside, card)
-
-
 def fill_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, aside: Path, card: MakeCard) -> None:
+    """Export the model, its tokenizer and its card; all processes call it together."""
     built.backend.export(aside)
     if built.backend.process == 0:
         tokenizer.save_pretrained(aside)

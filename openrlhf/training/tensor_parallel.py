@@ -102,8 +102,9 @@ class TensorParallel:
         self.layers: list[nn.Module] = []  # that are split
         self.partial: list[nn.Module] = []  # modules whose peers each compute only a part of the gradient
         plan: dict[str, str] = network.decoder._tp_plan or {}
-        named = network.decoder.named_modules()
-        self.styles = {module: style for name, module in named if (style := plan.get(_without_numbers(name)))}
+        # A plan has * for the number of a layer.
+        named = [(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), module) for name, module in network.decoder.named_modules()]
+        self.styles = {module: plan[name] for name, module in named if plan.get(name)}
 
     def split(self, layer: nn.Module) -> None:
         """Keep this process's part of the matrices of a layer, which must have their weights."""
@@ -179,24 +180,15 @@ class TensorParallel:
         """Return the trained parameters of split layers that every peer holds and computes the gradient of."""
         inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         inside -= {id(parameter) for module in self.partial for parameter in module.parameters()}
-        return [
-            (name, parameter)
-            for name, parameter in self.decoder.named_parameters()
-            if id(parameter) in inside and parameter.requires_grad and not _is_divided(parameter)
-        ]
+        found: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in self.decoder.named_parameters():
+            mesh = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+            if id(parameter) in inside and parameter.requires_grad and "tensor" not in mesh:  # peers hold all of it
+                found.append((name, parameter))
+        return found
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the part of a gradient that this process holds, as a view."""
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _is_divided(parameter: nn.Parameter) -> bool:
-    """Return whether peers hold different parts of a parameter."""
-    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _without_numbers(name: str) -> str:
-    """Return the name of a module as in a plan, with * for the number of a layer."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -31,7 +31,7 @@ def device_findings() -> Iterator[Diagnosis]:
     if torch.cuda.is_available():
         yield Diagnosis(AREA, "PyTorch", build)
         yield from gpu_findings(torch)
-    elif machine_has_gpu():
+    elif Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi"):  # there is a driver
         fix = "nvidia-smi, then update the driver or install a PyTorch for an older CUDA"
         if not built_for:
             fix = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
@@ -39,11 +39,6 @@ def device_findings() -> Iterator[Diagnosis]:
     else:
         yield Diagnosis(AREA, "PyTorch", build)
         yield Diagnosis(AREA, "GPU", "none: everything runs on the CPU, in fp32; good for trying things out", "note")
-
-
-def machine_has_gpu() -> bool:
-    """Return True if the NVIDIA driver is installed, even if PyTorch cannot use it."""
-    return Path("/proc/driver/nvidia/gpus").is_dir() or bool(shutil.which("nvidia-smi"))
 
 
 def gpu_findings(torch: ModuleType) -> Iterator[Diagnosis]:
