@@ -12,11 +12,9 @@ from torch import Tensor
 from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_of
 
 
-def sft_loss(
-    log_probs: Tensor, loss_mask: Tensor, denominator: Denominator, mode: str = "token-mean", rows: Tensor | None = None
-) -> tuple[Tensor, Metrics]:
+def sft_loss(log_probs: Tensor, loss_mask: Tensor, denominator: Denominator) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the target tokens; `denominator` is their count in the whole optimizer step."""
-    loss = -aggregate(log_probs, loss_mask, mode, denominator, rows)
+    loss = -aggregate(log_probs, loss_mask, "token-mean", denominator)
     return loss, {"gpt_loss": mean_of(-log_probs, loss_mask)}
 
 

@@ -10,9 +10,7 @@ from torch.testing import assert_close
 
 from openrlhf.algo.token_loss import kd_loss, kd_terms, prm_loss, sft_loss
 from tests.algo.cases import (
-    assert_packed_equals_padded,
     assert_split_adds_up,
-    batches,
     batches_with_split,
     with_gradient,
 )
@@ -25,7 +23,6 @@ def test_sft_matches_hand_computation():
     loss, metrics = sft_loss(log_probs, mask, 3)
     assert_close(loss, torch.tensor(3.0))
     assert metrics["gpt_loss"].value == 3
-    assert_close(sft_loss(log_probs, mask, 2, "seq-mean")[0], torch.tensor(3.75))
 
 
 @given(batches_with_split(1))
@@ -33,11 +30,6 @@ def test_sft_splitting_changes_neither_value_nor_gradient(case):
     batch, parts = case
     tokens = batch.mask.sum()
     assert_split_adds_up(lambda part, leaf: sft_loss(leaf, part.mask, tokens)[0], batch, parts)
-
-
-@given(batches(1))
-def test_sft_packed_equals_padded(batch):
-    assert_packed_equals_padded(lambda part, leaf, rows: sft_loss(leaf, part.mask, 3, "seq-mean", rows)[0], batch)
 
 
 def kd(student, teacher, labels, mask, denominator, kd_coef):
