@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,19 @@ def _by_preference(root: Path) -> list[Path]:
         say(f"{pointer} names {text}, which does not exist")
     later = [path for path in found if step_of(path) > step_of(named)]
     earlier = [path for path in found if step_of(path) < step_of(named)]
-    known = named in found and find_fault(named, only_state=True) is None
-    if known:
-        run = run_of(named)
+    with suppress(BackendError):  # the state cannot be read, so the run is not known
+        run = read_state(named).get("run")
         later, earlier = ([path for path in paths if run_of(path) == run] for paths in (later, earlier))
     return [*([named] if named in found else []), *earlier, *later]
 
 
-def find_fault(folder: Path, *, only_state: bool = False) -> str | None:
-    """Return why a run cannot resume from this checkpoint, or None; with `only_state`, look only at state.json."""
+def find_fault(folder: Path) -> str | None:
+    """Return why a run cannot resume from this checkpoint, or None."""
     try:
         state = read_state(folder)
     except BackendError:
         return f"{STATE} is missing or cannot be read"
-    if only_state or ("run" not in state and not (folder / MANIFEST).exists()):  # written by an older version
+    if "run" not in state and not (folder / MANIFEST).exists():  # written by an older version
         return None
     return find_damage(folder)
 
