@@ -7,7 +7,7 @@
     objectives, rl_objectives      apply the losses of `algo` to the outputs of a network
     backend                        TrainBackend and Objective, the interface between loop, objective and hardware
       local, optim                 one process: fp32 master weights, Adam and Muon, loss scale
-      distributed, ring_groups     several processes: collective operations, rings
+      distributed, process_grid    several processes: collective operations, groups
       deepspeed*                   ZeRO, tensor parallelism
       fsdp*                        PyTorch's FSDP2
       tensor_parallel              under FSDP: matrices divided by the plan of a model

@@ -36,7 +36,7 @@ from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engi
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.manifest import checkpoints_above, must_be_private
 from openrlhf.training.optim import parameter_groups, trainable
-from openrlhf.training.ring_groups import share_rows
+from openrlhf.training.process_grid import share_rows
 
 TAG = "deepspeed"  # folder of DeepSpeed's files inside a checkpoint
 UNIVERSAL_TAG = "universal"  # the same files, converted for any number of devices
@@ -95,7 +95,7 @@ class DeepSpeedBackend(DistributedBackend):
         named = trainable(network)
         if not named:
             raise ConfigError("nothing to train: every parameter is frozen")
-        lane = share_rows(network, sharding, device.type)
+        data_ranks = share_rows(network, sharding, device.type)
         facts = _facts(network, device)
         config = engine_config(sharding, optimizer.max_norm, facts, universal=universal_checkpoint)
         # DeepSpeed may run a trial optimizer step on zero gradients. A learning rate of 0 and clearing the state below
@@ -113,7 +113,7 @@ class DeepSpeedBackend(DistributedBackend):
         self.head_parameters = shards.unhook_head(network) if sharding.zero_stage == 3 else []
         shards.keep_gathered(self.head_parameters)
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
-        self.join_ranks(lane or self.engine.data_parallel_group)
+        self.join_ranks(data_ranks or self.engine.data_parallel_group)
         self.clips_here = clips_outside(sharding, facts)
         self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
         self.engine.enable_backward_allreduce = not self.clips_here

@@ -22,10 +22,10 @@ from openrlhf.training.processes import agree
 class DistributedBackend(TrainBackend):
     """A network and its optimizer, spread over all processes of the launch."""
 
-    group: dist.ProcessGroup  # all data-parallel ranks
+    group: dist.ProcessGroup | None  # all data-parallel ranks; None if these are all processes
 
-    def join_ranks(self, group: dist.ProcessGroup) -> None:
-        """Set the position of this process; `group` contains one process of each data-parallel rank."""
+    def join_ranks(self, group: dist.ProcessGroup | None) -> None:
+        """Set the position of this process; `group` contains one process of each data-parallel rank (default: all)."""
         self.group = group
         self.rank, self.data_parallel_size = dist.get_rank(group), dist.get_world_size(group)
         self.process, self.num_processes = dist.get_rank(), dist.get_world_size()
@@ -64,7 +64,7 @@ class DistributedBackend(TrainBackend):
         return add_metrics(map(decode_metrics, everyone))
 
 
-def gather_bytes(own: bytes, device: torch.device, group: dist.ProcessGroup) -> list[bytes]:
+def gather_bytes(own: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return the bytes of each process of the group, by rank; sent as tensors, because torch pickles objects."""
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]

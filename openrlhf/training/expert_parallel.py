@@ -19,28 +19,18 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.chunks import AutogradContext
 from openrlhf.models.experts import expert_modules, number_of_experts
 from openrlhf.models.forward import Network
-
-GROUP, SAME_EXPERTS = "expert_group", "same_experts"  # dimensions of the mesh
-
-
-@cache
-def expert_mesh(device_type: str, size: int) -> DeviceMesh:
-    """Return all processes as a mesh [processes with the same experts, expert group]; all models share one."""
-    shape = (dist.get_world_size() // size, size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=(SAME_EXPERTS, GROUP))
 
 
 def check_experts(config: PretrainedConfig, name: str, size: int) -> None:
@@ -75,7 +65,7 @@ def modules_to_divide(network: Network, size: int) -> list[nn.Module]:
 
 def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this process's part of the experts that a module holds."""
-    group = mesh.get_group(GROUP)
+    group = mesh.get_group("experts")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     experts: Any = module
     experts.num_experts //= size

@@ -30,8 +30,8 @@ from openrlhf.training.fsdp_checkpoint import Block, load_shards, save_shards
 from openrlhf.training.fsdp_optim import ShardOptimizer
 from openrlhf.training.local import MasterBackend
 from openrlhf.training.optim import LossScale
-from openrlhf.training.ring_groups import share_rows
-from openrlhf.training.tensor_parallel import TensorParallel, data_ranks
+from openrlhf.training.process_grid import share_rows
+from openrlhf.training.tensor_parallel import TensorParallel
 
 FOLDER = "fsdp"  # inside a checkpoint
 
@@ -66,10 +66,12 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         learning_rate: float,
     ) -> None:
         super().__init__(network, device)
-        lane = share_rows(network, sharding, device.type)
+        data_ranks = share_rows(network, sharding, device.type)
         size = sharding.ds_tensor_parallel_size
-        self.join_ranks(lane or data_ranks(device.type, size))
         self.tensor_parallel = TensorParallel(network, device, size) if size > 1 else None
+        if self.tensor_parallel is not None and data_ranks is None:
+            data_ranks = self.tensor_parallel.grid["data"].get_group()
+        self.join_ranks(data_ranks)
         self.module = self.root = shards.shard_network(
             network,
             device,

@@ -34,14 +34,13 @@ from openrlhf.training.audit import ONE_EXPERT
 from openrlhf.training.backend import Run
 from openrlhf.training.compilation import decoder_layers
 from openrlhf.training.expert_parallel import (
-    SAME_EXPERTS,
     divide_experts,
     exchange_of,
-    expert_mesh,
     gather_experts,
     modules_to_divide,
 )
 from openrlhf.training.fsdp_checkpoint import Block
+from openrlhf.training.process_grid import process_grid
 from openrlhf.training.tensor_module import TensorModule
 from openrlhf.training.tensor_parallel import TensorParallel
 from openrlhf.types import Batch
@@ -89,7 +88,7 @@ def shard_network(
         files.fill(head.parameters(), copy=True)
         kept = set(head.to(device).parameters())
     divided = modules_to_divide(network, expert_parallel_size) if expert_parallel_size > 1 else []
-    ranks = expert_mesh(device.type, expert_parallel_size) if divided else everyone
+    ranks = process_grid(device.type, experts=expert_parallel_size) if divided else everyone
     for module in (*divided, *separate_layers(network), root):
         files.fill(module.parameters())
         if module in divided:
@@ -97,7 +96,7 @@ def shard_network(
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(torch.float32)
-        mesh = ranks[SAME_EXPERTS] if module in divided else everyone
+        mesh = ranks["data"] if module in divided else everyone
         if tensor_parallel is not None and module is not root:
             tensor_parallel.split(module)
             mesh = tensor_parallel.grid["data"]  # peers hold different parts, each of which other processes also hold

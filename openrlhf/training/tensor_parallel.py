@@ -15,18 +15,17 @@ Embeddings, norms and heads are computed by all peers. Models that are not train
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PretrainedConfig
 
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.forward import Network
+from openrlhf.training.process_grid import process_grid
 
 COLUMNS = {  # styles by their names in a plan
     "colwise": ColwiseParallel(),
@@ -70,31 +69,13 @@ def check_plan(config: PretrainedConfig, name: str, size: int) -> None:
         raise ConfigError(f"{FLAG} {size} does not divide the {heads} key heads of {name}", try_this=whole)
 
 
-@cache
-def device_grid(device_type: str, size: int) -> DeviceMesh:
-    """Return all processes as a grid, in which each row is a group of tensor-parallel peers.
-
-    It is cached, because all models of a process share its groups.
-    """
-    return init_device_mesh(device_type, (dist.get_world_size() // size, size), mesh_dim_names=("data", "tensor"))
-
-
-def data_ranks(device_type: str, size: int) -> dist.ProcessGroup:
-    """Return the group of the processes with this one's position among their peers: one for each data-parallel rank."""
-    if size > 1:
-        return device_grid(device_type, size)["data"].get_group()
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
 class TensorParallel:
     """Splits the layers of a network over `size` processes each."""
 
     def __init__(self, network: Network, device: torch.device, size: int) -> None:
         check_plan(network.decoder.config, type(network.decoder).__name__, size)
         self.size = size
-        self.grid = device_grid(device.type, size)
+        self.grid = process_grid(device.type, tensor=size)
         self.peers = self.grid["tensor"]
         self.device = device
         self.decoder = network.decoder

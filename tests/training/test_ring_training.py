@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from openrlhf.training.local import LocalBackend, LocalFrozen
-from openrlhf.training.ring_groups import ring_mesh
+from openrlhf.training.process_grid import process_grid
 from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import RATE, SETTINGS, Distil, load_network, step_batches, train
@@ -72,12 +72,12 @@ def test_a_teacher_uses_the_ring_too(folder: Path, processes: list[dict[str, Any
     assert_same_training([one["distilled"] for one in processes], "distilled", expected)
 
 
-@pytest.mark.parametrize(("tensor", "ring", "lane"), [(1, [2, 3], [1, 3, 5, 7]), (2, [1, 3], [3, 7])])
-def test_neighbouring_ranks_form_a_ring(tensor: int, ring: list[int], lane: list[int]) -> None:
+@pytest.mark.parametrize(("tensor", "ring", "data"), [(1, [2, 3], [1, 3, 5, 7]), (2, [1, 3], [3, 7])])
+def test_neighbouring_ranks_form_a_ring(tensor: int, ring: list[int], data: list[int]) -> None:
     dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
     try:
-        mesh = ring_mesh.__wrapped__("cpu", ring=2, tensor=tensor)
-        assert dist.get_process_group_ranks(mesh["ring"].get_group()) == ring
-        assert dist.get_process_group_ranks(mesh["lane"].get_group()) == lane
+        grid = process_grid.__wrapped__("cpu", ring=2, tensor=tensor)
+        assert dist.get_process_group_ranks(grid["ring"].get_group()) == ring
+        assert dist.get_process_group_ranks(grid["data"].get_group()) == data
     finally:
         dist.destroy_process_group()
