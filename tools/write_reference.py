@@ -58,7 +58,8 @@ def flag_row(in_commands: Sequence[tuple[str, Flag]]) -> str:
     usual = max(by_default, key=lambda default: len(by_default[default]))
     others = [f"{', '.join(names)}: {default}" for default, names in by_default.items() if default != usual]
     name = f"**`{item.spelling}`**" if item.essential or item.required else f"`{item.spelling}`"
-    meaning = f"{item.help} Needs `--{item.needs}`." if item.needs else item.help
+    needed = " or ".join(f"`--{name}`" for name in item.needed)
+    meaning = f"{item.help} Needs {needed}." if needed else item.help
     cells = (name, allowed_values(item), "; ".join([usual, *others]), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

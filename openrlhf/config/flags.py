@@ -31,6 +31,9 @@ NOT_NEGATIVE = Range("0 or more", lambda value: value >= 0)
 SHARE = Range("between 0 and 1", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range("above 0 and at most 1", lambda value: 0 < value <= 1)
 BELOW_ONE = Range("0 or more and below 1", lambda value: 0 <= value < 1)
+FRACTION_OR_COUNT = Range(
+    "a fraction below 1 or a whole number", lambda value: 0 < value < 1 or (value >= 1 and value == int(value))
+)
 POSITIVE_OR_MINUS_ONE = Range("above 0, or -1", lambda value: value > 0 or value == -1)
 
 
@@ -47,10 +50,11 @@ def flag(
     """Declare a field of a section, and with it the command-line flag of the same name.
 
     `within` is the allowed range; None is always allowed, and every element of a tuple must be in range. `needs` names
-    another flag of the same command: while that flag is unset, this one has no effect and a message says so. `required`
-    marks a flag that the command cannot run without; its value is an example for the error message. `essential` marks
-    a flag that most users of the command set: `--help` shows these, `--help all` shows every flag. `positional` marks a
-    tuple that takes the words outside flags; its value is their placeholder in the help.
+    another flag of the same command, or several separated by spaces: while all of them are unset, this one has no
+    effect and a message says so. `required` marks a flag that the command cannot run without; its value is an example
+    for the error message. `essential` marks a flag that most users of the command set: `--help` shows these, `--help
+    all` shows every flag. `positional` marks a tuple that takes the words outside flags; its value is their placeholder
+    in the help.
     """
     metadata = {
         "help": help,
@@ -83,6 +87,11 @@ class Flag:
     required: str | None
     essential: bool
     positional: str | None
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Return the flags of which one must be set for this one to have an effect."""
+        return tuple((self.needs or "").split())
 
     @property
     def spelling(self) -> str:

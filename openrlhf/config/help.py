@@ -98,6 +98,7 @@ def indented(text: str) -> str:
 def flag_in_full(item: Flag, spellings: Sequence[str]) -> str:
     """Return everything that is known about one flag."""
     kind = without_none(item.type)
+    needed = " or ".join(f"--{name}" for name in item.needed)
     facts = {
         "section": item.title,
         "default": "" if item.required else default_text(item),
@@ -105,7 +106,7 @@ def flag_in_full(item: Flag, spellings: Sequence[str]) -> str:
         "choices": ", ".join(choices_of(item.type)),
         "range": item.within.wanted if item.within else "",
         "values": values_text(kind),
-        "needs": f"--{item.needs}; without it, this flag has no effect" if item.needs else "",
+        "needs": f"{needed}; without it, this flag has no effect" if needed else "",
         "also": ", ".join(f"--{name}" for name in spellings),
     }
     lines = [f"  {name:<10}{text}" for name, text in facts.items() if text]

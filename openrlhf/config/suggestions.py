@@ -50,7 +50,7 @@ SUGGESTIONS = (
     Suggestion("data data_path dataset_name dataset_dir train_data train_file train_files", "dataset prompt_data"),
     Suggestion("prompts prompt_dataset", "prompt_data dataset"),
     Suggestion("validation_file eval_file eval_data val_data val_files test_file", "eval_dataset"),
-    Suggestion("val_size validation_split", "eval_dataset", "separate rows; none are split off the training data"),
+    Suggestion("val_size validation_split test_size", "eval_size", "a fraction or a number of rows"),
     Suggestion("interleave_probs mix_strategy", "dataset_probs prompt_data_probs"),
     Suggestion("mask_history", "multiturn", "without it, only the last turn is learned"),
     Suggestion("train_on_prompt", "pretrain_mode", "learns every token of plain text"),

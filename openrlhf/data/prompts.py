@@ -1,6 +1,6 @@
 """Prompts for reinforcement learning: load the dataset, render each row, and drop prompts that are too long.
 
-`load_prompts` and `load_eval_prompts` return prompts in dataset order; the RL loop shuffles them. Each prompt keeps its
+`load_prompts` returns prompts in dataset order; the RL loop shuffles them. Each prompt keeps its
 label and data source, which the reward function receives.
 """
 
@@ -21,56 +21,51 @@ from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport
 from openrlhf.data.row_cache import load_rows
 from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, TooLong, announce
-from openrlhf.data.sources import load_dataset_rows
+from openrlhf.data.sources import hold_out, load_dataset_rows
 from openrlhf.data.templates import TextFormat, open_format
 from openrlhf.types import Prompt
 
 DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
 
 
-def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
-    """Load the training prompts and print what is wrong with them."""
-    return announce(read_prompt_data(config, tokenizer)).rows
+def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Load the training and evaluation prompts, and print what is wrong with them."""
+    train, evaluation = read_prompts(config, tokenizer)
+    return announce(train).rows, [] if evaluation is None else announce(evaluation).rows
 
 
-def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
-    """Load the evaluation prompts and print what is wrong with them; empty without --eval_dataset."""
-    loaded = read_eval_prompts(config, tokenizer)
-    return [] if loaded is None else announce(loaded).rows
+def read_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Loaded[Prompt], Loaded[Prompt] | None]:
+    """Load the prompts to train on and, with --eval_dataset or --eval_size, those to evaluate on.
 
-
-def read_prompt_data(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt]:
-    """Load the training prompts, limited to --max_samples and mixed by --prompt_data_probs."""
-    flags = config.prompts
+    The rows of --prompt_data are limited to --max_samples, mixed by --prompt_data_probs and then divided.
+    """
+    flags, seed = config.prompts, config.batches.seed
     records = load_dataset_rows(
         str(flags.prompt_data),
         split=flags.prompt_split,
         probs=flags.prompt_data_probs,
         max_samples=flags.max_samples,
-        seed=config.batches.seed,
+        seed=seed,
         revisions=flags.dataset_revision,
         loading=config.model,
     )
-    return with_label_check(
-        records, config, prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
-    )
+    records, evaluation = hold_out(records, flags.eval_size, seed)
+    if flags.eval_dataset is not None:
+        evaluation = load_dataset_rows(
+            flags.eval_dataset,
+            split=flags.eval_split,
+            max_samples=flags.max_samples,
+            revisions=flags.eval_revision,
+            loading=config.model,
+        )
+    train = make_prompts(records, config, tokenizer)
+    return train, None if evaluation is None else make_prompts(evaluation, config, tokenizer)
 
 
-def read_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt] | None:
-    """Load the evaluation prompts; None without --eval_dataset."""
-    flags = config.prompts
-    if flags.eval_dataset is None:
-        return None
-    records = load_dataset_rows(
-        flags.eval_dataset,
-        split=flags.eval_split,
-        max_samples=flags.max_samples,
-        revisions=flags.eval_revision,
-        loading=config.model,
-    )
-    return with_label_check(
-        records, config, prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
-    )
+def make_prompts(records: Records, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt]:
+    """Make the prompts of a run from records, and check their labels."""
+    loaded = prompt_rows(records, tokenizer, config.prompts, config.template, prompt_budget(config))
+    return with_label_check(records, config, loaded)
 
 
 def with_label_check(records: Records, config: RLConfig, loaded: Loaded[Prompt]) -> Loaded[Prompt]:

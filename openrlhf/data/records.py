@@ -136,10 +136,11 @@ class Records:
 
     sources: Sequence[Source]
     order: NDArray[np.int64]  # [rows, 2]: (source, position in it)
+    held_out: bool = False  # from the training data, for evaluation
 
     @property
     def name(self) -> str:
-        return ", ".join(source.name for source in self.sources)
+        return ", ".join(source.name for source in self.sources) + (" (held out)" if self.held_out else "")
 
     def __len__(self) -> int:
         return len(self.order)
@@ -158,7 +159,7 @@ class Records:
 
     def part(self, begin: int, end: int) -> Records:
         """Return the records from `begin` to `end`."""
-        return Records(self.sources, self.order[begin:end])
+        return replace(self, order=self.order[begin:end])
 
     def read_all(self) -> list[Record]:
         """Read all records, source by source; if several are invalid, the error may be about any of them."""

@@ -30,7 +30,7 @@ from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import JsonArray, open_json
 from openrlhf.data.hub import dataset_is_cached, hub_failure
 from openrlhf.data.records import Records, Source
-from openrlhf.errors import ConfigError, DataError, MissingExtraError
+from openrlhf.errors import ConfigError, DataError, MissingExtraError, counted
 from openrlhf.monitor import say
 
 JSON = (".json", ".jsonl")
@@ -148,6 +148,30 @@ def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np
         tables, probabilities=[probs[number] / total for number in used], seed=seed, stopping_strategy="all_exhausted"
     )
     return np.stack([np.asarray(mixed["number"]), np.asarray(mixed["row"])], axis=1).astype(np.int64)
+
+
+def hold_out(records: Records, size: float | None, seed: int) -> tuple[Records, Records | None]:
+    """Divide records into those to train on and those that --eval_size holds out: a fraction below 1, or a number.
+
+    The seed chooses them; both parts keep the order of the records. A row that mixing repeats is held out with all its
+    repetitions, and evaluated once.
+    """
+    if size is None:
+        return records, None
+    order = records.order
+    rows = order[:, 0] * (order[:, 1].max() + 1) + order[:, 1]  # [records], a number for each row of each source
+    distinct, first = np.unique(rows, return_index=True)
+    count = max(1, round(size * len(distinct))) if size < 1 else int(size)
+    if count >= len(distinct):
+        raise DataError(
+            f"{records.name}: --eval_size {size:.10g} leaves nothing to train on: it holds out {count:,} of"
+            f" {counted(len(distinct), 'row')}",
+            try_this="a fraction, such as --eval_size 0.1" if len(distinct) > 1 else "--eval_dataset",
+        )
+    say(f"{records.name}: {count:,} of {len(distinct):,} rows are held out for evaluation (--eval_size {size:.10g})")
+    chosen = np.random.default_rng(seed).permutation(len(distinct))[:count]
+    train = order[~np.isin(rows, distinct[chosen])]
+    return Records(records.sources, train), Records(records.sources, order[np.sort(first[chosen])], held_out=True)
 
 
 def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags, revision: str | None = None) -> Source:

@@ -1,8 +1,7 @@
 """Training and evaluation rows of the supervised commands.
 
-`training.supervised` calls `load_data`; a dry run calls `load_train` to read only the training rows. Both print what a
-user should know about the rows; `read_train` and `read_evaluation` leave that to their caller, `openrlhf preview`.
-`read_rows` defines which kind of rows each command trains on.
+`training.supervised` calls `load_data`, which also prints what a user should know about the rows. `openrlhf preview`
+and a dry run call `read_datasets`. `read_rows` defines which kind of rows each command trains on.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from openrlhf.data.process import label_text, step_rows
 from openrlhf.data.records import Records
 from openrlhf.data.rows import Loaded, announce
 from openrlhf.data.sft import sft_rows
-from openrlhf.data.sources import load_dataset, load_dataset_rows
+from openrlhf.data.sources import hold_out, load_dataset, load_dataset_rows
 from openrlhf.errors import ConfigError, DataError, counted
 from openrlhf.monitor import say
 
@@ -40,33 +39,35 @@ class SupervisedData:
 
 
 def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedData:
-    """Load the training rows and the rows of --eval_dataset.
+    """Load the training and evaluation rows, and print what a user should know about them.
 
-    A reward model without --eval_dataset is evaluated on its first training rows, for the mean and std of its scores.
+    A reward model without evaluation data is evaluated on its first training rows, for the mean and std of its scores.
     """
-    data = config.data
-    train = load_train(config, tokenizer)
-    if data.eval_dataset is None:
+    train, evaluation = read_datasets(config, tokenizer)
+    show_data(config, train, evaluation, tokenizer)
+    if evaluation is None:
         scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, commands.RMConfig) else []
         if scored:
             first = counted(len(scored), "training row")
-            say(f"no --eval_dataset: the mean and std of scores are computed on the first {first}")
+            say(f"no --eval_dataset or --eval_size: the mean and std of scores are computed on the first {first}")
         return SupervisedData(train.rows, scored, train.soft_labels)
-    evaluation = announce(read_evaluation(config, tokenizer))
     if evaluation.soft_labels != train.soft_labels:
         kinds = "probabilities", "tokens"
         raise DataError(
-            f"{data.dataset} labels steps by {kinds[not train.soft_labels]},"
-            f" but {data.eval_dataset} by {kinds[not evaluation.soft_labels]}"
+            f"{train.report.name} labels steps by {kinds[not train.soft_labels]},"
+            f" but {evaluation.report.name} by {kinds[not evaluation.soft_labels]}"
         )
     return SupervisedData(train.rows, evaluation.rows, train.soft_labels)
 
 
-def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Row]:
-    """Load the training rows; print the first one, and what looks wrong with them."""
-    loaded = announce(read_train(config, tokenizer))
-    say(describe_row(loaded.rows[0], tokenizer, label_text_of(config, loaded, tokenizer)))
-    return loaded
+def show_data(
+    config: SupervisedConfig, train: Loaded[Row], evaluation: Loaded[Row] | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Print the first training row, and what looks wrong with the rows."""
+    announce(train)
+    say(describe_row(train.rows[0], tokenizer, label_text_of(config, train, tokenizer)))
+    if evaluation is not None:
+        announce(evaluation)
 
 
 def label_text_of(config: SupervisedConfig, loaded: Loaded[Row], tokenizer: PreTrainedTokenizerBase) -> LabelText:
@@ -76,25 +77,26 @@ def label_text_of(config: SupervisedConfig, loaded: Loaded[Row], tokenizer: PreT
     return partial(label_text, tokenizer=tokenizer, fields=config.fields, soft=loaded.soft_labels)
 
 
-def read_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Row]:
-    """Load the rows of --dataset, limited to --max_samples and mixed by --dataset_probs."""
-    records = load_dataset(config.data, seed=config.batches.seed, loading=config.model)
-    return read_rows(config, records, tokenizer)
+def read_datasets(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, eval_samples: int | None = None
+) -> tuple[Loaded[Row], Loaded[Row] | None]:
+    """Load the rows to train on and, with --eval_dataset or --eval_size, those to evaluate on.
 
-
-def read_evaluation(
-    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int | None = None
-) -> Loaded[Row]:
-    """Load the rows of --eval_dataset."""
-    data = config.data
-    records = load_dataset_rows(
-        str(data.eval_dataset),
-        split=data.eval_split,
-        max_samples=max_samples,
-        revisions=data.eval_revision,
-        loading=config.model,
-    )
-    return read_rows(config, records, tokenizer)
+    The rows of --dataset are limited to --max_samples, mixed by --dataset_probs and then divided; `eval_samples` limits
+    those of --eval_dataset.
+    """
+    data, seed = config.data, config.batches.seed
+    records, evaluation = hold_out(load_dataset(data, seed=seed, loading=config.model), data.eval_size, seed)
+    if data.eval_dataset is not None:
+        evaluation = load_dataset_rows(
+            data.eval_dataset,
+            split=data.eval_split,
+            max_samples=eval_samples,
+            revisions=data.eval_revision,
+            loading=config.model,
+        )
+    train = read_rows(config, records, tokenizer)
+    return train, None if evaluation is None else read_rows(config, evaluation, tokenizer)
 
 
 def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedTokenizerBase) -> Loaded[Row]:

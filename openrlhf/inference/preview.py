@@ -18,14 +18,14 @@ from openrlhf.config.batch_table import Line
 from openrlhf.config.commands import BatchInferenceConfig, KDConfig, RLConfig, SFTConfig, SupervisedConfig, Templated
 from openrlhf.config.preview import PreviewFlags, ReadsData
 from openrlhf.config.runtime import num_optimizer_steps, num_rollouts
-from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.config.sections.data import EvaluationFlags, TemplateFlags
 from openrlhf.data.answers import iteration_slice, read_answers
 from openrlhf.data.preview import NUMBER, AnyRow, LabelText, Preview, preview_data
 from openrlhf.data.preview_text import render
-from openrlhf.data.prompts import read_eval_prompts, read_prompt_data
+from openrlhf.data.prompts import read_prompts
 from openrlhf.data.rows import Loaded
 from openrlhf.data.sources import load_dataset
-from openrlhf.data.supervised import label_text_of, read_evaluation, read_train
+from openrlhf.data.supervised import label_text_of, read_datasets
 from openrlhf.inference.generate import generation_context, read_generation_prompts
 from openrlhf.models.load import load_tokenizer
 from openrlhf.training.order import Order
@@ -84,8 +84,8 @@ def read_data(config: ReadsData, tokenizer: PreTrainedTokenizerBase) -> list[Fla
 
 
 def read_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
-    """Read --dataset and --eval_dataset of a supervised command."""
-    loaded, batches = read_train(config, tokenizer), config.batches
+    """Read the training and evaluation rows of a supervised command."""
+    (loaded, evaluation), batches = read_datasets(config, tokenizer), config.batches
     size, epochs = batches.train_batch_size, batches.max_epochs
     order = Order(len(loaded.rows), size, epochs, batches.seed, batches.max_steps)
     steps = (
@@ -93,15 +93,19 @@ def read_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
         Line("steps", f"{order.total_steps:,}", f"--max_epochs {epochs}" + limit(batches.max_steps)),
     )
     found = [FlagData("dataset", loaded, steps, label_text_of(config, loaded, tokenizer))]
-    if config.data.eval_dataset is not None:
-        held_out = read_evaluation(config, tokenizer)
-        found.append(FlagData("eval_dataset", held_out, (), label_text_of(config, held_out, tokenizer)))
+    if evaluation is not None:
+        label_text = label_text_of(config, evaluation, tokenizer)
+        found.append(FlagData(evaluation_flag(config.data), evaluation, (), label_text))
     return found
 
 
+def evaluation_flag(flags: EvaluationFlags) -> str:
+    return "eval_dataset" if flags.eval_size is None else "eval_size"
+
+
 def read_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
-    """Read --prompt_data and --eval_dataset."""
-    loaded, rollout = read_prompt_data(config, tokenizer), config.rollout
+    """Read the training and evaluation prompts."""
+    (loaded, evaluation), rollout = read_prompts(config, tokenizer), config.rollout
     once, prompts = len(loaded.rows), len(loaded.rows) * rollout.num_episodes
     batch, passes = (
         f"{once:,} / --rollout_batch_size {rollout.rollout_batch_size}",
@@ -112,8 +116,10 @@ def read_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagDa
         Line("rollouts", f"{num_rollouts(config, prompts):,}", passes + limit(config.batches.max_steps)),
         Line("optimizer steps", f"{num_optimizer_steps(config, prompts):,}", "over all rollouts"),
     )
-    held_out = read_eval_prompts(config, tokenizer)
-    return [FlagData("prompt_data", loaded, steps), *([] if held_out is None else [FlagData("eval_dataset", held_out)])]
+    found = [FlagData("prompt_data", loaded, steps)]
+    if evaluation is not None:
+        found.append(FlagData(evaluation_flag(config.prompts), evaluation))
+    return found
 
 
 def read_batch(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> FlagData:

@@ -28,9 +28,8 @@ from openrlhf.config.runtime import compares_engine, critic_model, generates_in_
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.preview_text import describe_row
-from openrlhf.data.prompts import load_eval_prompts, load_prompts
-from openrlhf.data.rows import announce
-from openrlhf.data.supervised import load_train, read_evaluation
+from openrlhf.data.prompts import load_prompts
+from openrlhf.data.supervised import read_datasets, show_data
 from openrlhf.errors import RewardError, RolloutError, counted
 from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
@@ -86,22 +85,20 @@ def tokenizer_is_here(name: str) -> bool:
 
 
 def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Load the first rows of the training and evaluation datasets and show the first one."""
+    """Load the first rows of the training and evaluation datasets and show the first one; hold out none of them."""
     flags, data = config.optimizer, config.data
     schedule(flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
     most = FIRST_ROWS if data.max_samples is None else min(FIRST_ROWS, data.max_samples)
-    load_train(replace(config, data=replace(data, max_samples=most)), tokenizer)
-    if data.eval_dataset is not None:
-        announce(read_evaluation(config, tokenizer, max_samples=FIRST_ROWS))
+    config = replace(config, data=replace(data, max_samples=most, eval_size=None))
+    show_data(config, *read_datasets(config, tokenizer, eval_samples=FIRST_ROWS), tokenizer)
 
 
 def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Load the first prompts of the training and evaluation datasets and compute rewards for made-up answers."""
     flags = config.prompts
     most = FIRST_ROWS if flags.max_samples is None else min(FIRST_ROWS, flags.max_samples)
-    config = replace(config, prompts=replace(flags, max_samples=most))
-    prompts = load_prompts(config, tokenizer)
-    load_eval_prompts(config, tokenizer)
+    config = replace(config, prompts=replace(flags, max_samples=most, eval_size=None))
+    prompts, _ = load_prompts(config, tokenizer)
     run_async(build_tested_executor(config, tokenizer, prompts).close())
 
 

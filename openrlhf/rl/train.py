@@ -21,7 +21,7 @@ from openrlhf.algo.kl import kl_controller
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import num_rollouts, policy_ranks
 from openrlhf.data.collate import Layout
-from openrlhf.data.prompts import load_eval_prompts, load_prompts
+from openrlhf.data.prompts import load_prompts
 from openrlhf.errors import RolloutError, counted
 from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
@@ -89,7 +89,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
     check_engines(config)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
-    prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)
+    prompts, eval_prompts = load_prompts(config, tokenizer)
     order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
     if len(prompts) < config.rollout.rollout_batch_size:
         few = f"only {counted(len(prompts), 'prompt')}, fewer than --rollout_batch_size"

@@ -215,7 +215,7 @@ def facts_of_run(config: TrainingConfig, outcome: Outcome, base: str) -> dict[st
         "commit": model_commit(base),
         "data": data,
         "amount": counted(outcome.rows, unit),
-        "eval_amount": counted(outcome.eval_rows, unit) if outcome.eval_rows else None,
+        "eval_amount": evaluation_text(config, outcome, unit) if outcome.eval_rows else None,
         "algorithm": algorithm_of(config)[0],
         "outcome": outcome,
         "last_step": {name: value for name, value in outcome.train.items() if not name.startswith("timing/")},
@@ -224,6 +224,13 @@ def facts_of_run(config: TrainingConfig, outcome: Outcome, base: str) -> dict[st
         "in_memory": any(isinstance(value, str) and is_in_memory(value) for value in flag_values(config).values()),
         "command": reproduction(config),
     }
+
+
+def evaluation_text(config: TrainingConfig, outcome: Outcome, unit: str) -> str:
+    """Return how many rows the run was evaluated on, and where they come from if they have no flag of their own."""
+    size = flag_values(config)["eval_size"]
+    held_out = "" if size is None else f" held out of the data above by `--eval_size {size:.10g}`"
+    return counted(outcome.eval_rows, unit) + held_out
 
 
 def reproduction(config: TrainingConfig) -> str:

@@ -150,6 +150,7 @@ def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
         must_be_private(root, found)
     saved, now = checkpoint.read_state(found)["settings"], shown_flags(config)
     must_be_of_this_run(found, saved, now)
+    must_hold_out_the_same_rows(found, saved, now)
     say(f"resuming from {found}")
     changed = [
         f"--{name} {saved[name]} -> {value}"
@@ -172,6 +173,19 @@ def must_be_of_this_run(found: Path, saved: Mapping[str, object], now: Mapping[s
             f" and --pretrain {saved['pretrain']}",
             try_this="a separate --ckpt_path for each run, or no --load_checkpoint to start over",
         )
+
+
+def must_hold_out_the_same_rows(found: Path, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise if --eval_size or --seed changed: the resumed run would train on rows that were held out before."""
+    size, seed = saved.get("eval_size"), saved["seed"]
+    if size == now["eval_size"] and (size is None or seed == now["seed"]):
+        return
+    before = f"--eval_size {size} --seed {seed}"
+    how = "without --eval_size" if size is None else f"with {before}"
+    raise ConfigError(
+        f"--load_checkpoint: the checkpoint {found} was written {how}, so other rows would be held out now",
+        try_this="without --eval_size" if size is None else before,
+    )
 
 
 def must_not_be_elsewhere(config: TrainingConfig, root: Path) -> None:

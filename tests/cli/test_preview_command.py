@@ -1,5 +1,7 @@
 """`openrlhf preview COMMAND`: the flags of the command, its data on stdout, and no model."""
 
+import re
+
 import pytest
 from transformers import LlamaConfig
 
@@ -60,6 +62,17 @@ def test_evaluation_data_is_shown_too_and_rows_are_limited(folder, tmp_path, cap
     assert shown.count("row 1\n") == 2
     assert "row 2\n" not in shown
     assert "--eval_dataset" in shown
+
+
+@pytest.mark.parametrize("command", ["train_sft", "train_ppo"])
+def test_held_out_rows_are_shown_too(command, folder, tmp_path, capsys):
+    data = "prompt_data" if command == "train_ppo" else "dataset"
+    flags = {"pretrain": folder, data: write_rows(tmp_path / "rows.jsonl", answers(12)), "eval_size": 0.25, "rows": 1}
+    main(["preview", command, *as_argv(flags | (ANSWERS if data == "dataset" else {}))])
+    train, held_out = capsys.readouterr().out.split("--eval_size ")
+    assert held_out.startswith(f"{flags[data]} (held out)\n")
+    for part, rows in ((train, 9), (held_out, 3)):
+        assert re.search(rf"rows used +{rows}\n", part)
 
 
 def test_flags_can_come_from_a_file(folder, tmp_path, capsys):

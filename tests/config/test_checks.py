@@ -435,6 +435,14 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("model_folders_exist", "train_sft", "--pretrain ./data.jsonl", "./data.jsonl is a file"),
     ("model_folders_exist", "train_sft", "--pretrain ./empty", "./empty has no config.json"),
     ("model_folders_exist", "serve_rm", "--reward_pretrain ./adapter", "./adapter is a LoRA adapter|lora_combiner"),
+    (
+        "evaluation_data_has_one_source",
+        "train_sft",
+        "--eval_dataset ./data.jsonl --eval_size 0.1",
+        "--eval_size 0.1 conflicts with --eval_dataset ./data.jsonl|Try: only one of them",
+    ),
+    ("evaluation_data_has_one_source", "train_ppo", "--eval_split 0.05", "name of a split|Try: --eval_size 0.05"),
+    ("numbers_are_in_range", "train_dpo", "--eval_size 2.5", "--eval_size is 2.5|a fraction below 1 or a whole number"),
     ("dataset_files_exist", "train_sft", "--dataset ./data.jsonl,gone.jsonl", "--dataset gone.jsonl: no such file"),
     ("dataset_files_exist", "train_sft", "--dataset ./dta.jsonl", "no such file or folder. Try: ./data.jsonl"),
     ("dataset_files_exist", "train_sft", "--dataset my/own/rows", "--dataset my/own/rows: no such file or folder"),
@@ -575,6 +583,7 @@ SAID = [  # rule, command, added flags, parts of the line
     ("kl_estimator_suits_its_place", "train_ppo", "--kl_estimator k3", "--kl_estimator k3|--use_kl_loss"),
     ("gspo_clips_narrowly", "train_ppo", "--policy_loss_type gspo", "--eps_clip_low_high 3e-4 4e-4"),
     ("evaluation_needs_eval_steps", "train_ppo", "--eval_dataset ./data.jsonl", "--eval_dataset|--eval_steps is -1"),
+    ("evaluation_needs_eval_steps", "train_ppo", "--eval_size 1", "--eval_size|--eval_steps is -1"),
     (
         "async_engines_have_their_own_devices",
         "train_ppo_ray",
@@ -694,7 +703,7 @@ def test_every_default_is_in_its_range(command):
 @pytest.mark.parametrize("command", VALID)
 def test_a_flag_needs_another_flag_of_its_command(command):
     flags = flags_of(COMMANDS[command])
-    assert {item.needs for item in flags.values() if item.needs} <= flags.keys()
+    assert {name for item in flags.values() for name in item.needed} <= flags.keys()
 
 
 # Flags that upstream rejects and we accept.
@@ -705,6 +714,7 @@ def test_a_flag_needs_another_flag_of_its_command(command):
     [
         "--packing_samples",  # without engines
         "--eval_dataset ./data.jsonl --eval_steps 5 --remote_rm_url= --reward_pretrain ./model",
+        "--eval_size 4 --eval_steps 5 --eval_temperature 0.5",
         "--dynamic_filtering --n_samples_per_prompt 2 --remote_rm_url= --reward_pretrain ./model",
         "--async_train --async_queue_size 4 --enable_vllm_is_correction",
         "--enable_vllm_is_correction --vllm_is_truncated_threshold 2",

@@ -14,7 +14,7 @@ from openrlhf.errors import ConfigError
 
 FOLDERS = ("model", "sft", "rm", "grpo", "student", "teacher", "base")
 FILES = ("reward.py", *(f"{name}.jsonl" for name in ("chats", "pairs", "labelled", "answers", "steps", "prompts")))
-MOST = 30  # essential flags of a command: they fit on two screens
+MOST = 31  # essential flags of a command: they fit on two screens
 
 
 def shown(command, topic=""):

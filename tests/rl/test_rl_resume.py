@@ -29,10 +29,11 @@ PPO = {
     "train_batch_size": 12,
     "lr_scheduler": "cosine_with_min_lr",
 }
+HELD_OUT = {"eval_dataset": None, "eval_size": 3}
 CASES = {
     "sync": PPO,
     "async": {"async_train": True, "async_queue_size": 1, "enable_vllm_is_correction": True},
-    "lora": {"lora_rank": 4, "lora_dropout": 0.2, "async_train": True, "async_queue_size": 2},
+    "lora": {"lora_rank": 4, "lora_dropout": 0.2, "async_train": True, "async_queue_size": 2, **HELD_OUT},
     "filtered": {
         "dynamic_filtering": True,
         "dynamic_filtering_reward_range": [0.2, 0.9],

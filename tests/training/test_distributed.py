@@ -33,7 +33,7 @@ SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "learning_rate": 1e
 COMMANDS = {
     "sft": ("train_sft", ANSWERS, answers(19), answers(5, seed=1)),
     "dpo": ("train_dpo", PAIRS | {"eval_split": "train"}, pairs(19), pairs(5, seed=1)),
-    "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(19), verdicts(6, seed=1)),
+    "kto": ("train_kto", ANSWERS | {"eval_dataset": None, "eval_size": 6}, verdicts(25), []),  # rows are held out
     "rm": ("train_rm", PAIRS, pairs(19), pairs(5, seed=1)),
     "prm": ("train_prm", STEPS | {"eval_split": "train"}, steps(19), steps(5, seed=1)),
     "kd": ("train_kd", ANSWERS | {"eval_split": "train"}, answers(19), answers(5, seed=1)),

@@ -75,6 +75,14 @@ def test_the_card_repeats_the_run(train, tmp_path):
     assert json.loads(json.dumps(again)) == recorded
 
 
+def test_the_card_says_where_held_out_rows_come_from(train, tmp_path):
+    ran = train("train_sft", dataset=write_rows(tmp_path / "rows.jsonl", answers(20)), **ANSWERS, eval_size=0.25)
+    card = read(ran.save_path).text
+    assert "rows.jsonl`; 15 rows after preparation\n- Evaluation data: 5 rows held out of the data above by" in card
+    assert "`--eval_size 0.25`" in card
+    assert "    --eval_size 0.25" in card  # in the command that repeats the run
+
+
 @pytest.mark.slow(seconds=2)
 def test_an_adapter_inherits_license_and_base_and_its_example_runs(train, tmp_path, models, capsys):
     base = shutil.copytree(models(), tmp_path / "base")

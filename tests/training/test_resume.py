@@ -40,9 +40,9 @@ CASES = {
     "sft": ("train_sft", ANSWERS | LORA, answers(43), answers(5, seed=1), "adapter_model.safetensors"),
     "dpo": (
         "train_dpo",
-        PAIRS | {"eval_split": "train", "learning_rate": 1e-3, "lr_scheduler": "cosine_with_min_lr"},
-        pairs(43),
-        pairs(5, seed=1),
+        PAIRS | {"eval_dataset": None, "eval_size": 5, "learning_rate": 1e-3, "lr_scheduler": "cosine_with_min_lr"},
+        pairs(48),
+        [],  # rows are held out
         "model.safetensors",
     ),
 }
@@ -407,3 +407,29 @@ def test_a_full_disk_at_the_end_never_loses_the_model(tmp_path, case):
     assert process.wait(DEADLINE) == 0
     assert mean_loss(tmp_path / "late", answers(3)) > 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and "model" not in path.name) == ["late"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            {"seed": 7},
+            "with --eval_size 5.0 --seed 42, so other rows would be held out now. Try: --eval_size 5.0 --seed",
+        ),
+        ({"eval_size": 6}, "was written with --eval_size 5.0 --seed 42"),
+        ({"eval_size": None}, "was written with --eval_size 5.0 --seed 42"),
+    ],
+)
+def test_a_resumed_run_cannot_train_on_rows_that_were_held_out(change, complaint, tmp_path, case, capsys):
+    finish(tmp_path, *case("dpo", "first", save_steps=1, max_steps=1))
+    command, flags = case("dpo", "first", load_checkpoint=True, **change)
+    with pytest.raises(SystemExit):
+        run_command(command, flags)
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_resumed_run_cannot_begin_to_hold_out_rows(tmp_path, case, capsys):
+    finish(tmp_path, *case("dpo", "first", eval_size=None, save_steps=1, max_steps=1))
+    with pytest.raises(SystemExit):
+        run_command(*case("dpo", "first", load_checkpoint=True))
+    assert "was written without --eval_size, so other rows would be held out now" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_a_run_of_warm_up_steps_only_is_reported(tmp_path, train, capsys):
 def test_a_reward_model_without_evaluation_data_uses_training_rows_for_its_statistics(tmp_path, train, capsys):
     ran = train("train_rm", dataset=write_rows(tmp_path / "a.jsonl", pairs(110)), **PAIRS, max_steps=2)
     assert (
-        "no --eval_dataset: the mean and std of scores are computed on the first 100 training rows"
+        "no --eval_dataset or --eval_size: the mean and std of scores are computed on the first 100 training rows"
         in capsys.readouterr().err
     )
     assert ran.config["mean"] == ran.evaluation("reward_mean")[-1] != ran.evaluation("reward_mean")[0]

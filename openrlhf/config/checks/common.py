@@ -146,6 +146,19 @@ def probabilities_match_datasets(config: object) -> None:
             raise ConfigError(f"--{probs} {given}: each probability must be 0 or more, and they must sum to 1")
 
 
+def evaluation_data_has_one_source(config: object) -> None:
+    """Reject --eval_size next to --eval_dataset, and a size that was given as the name of a split."""
+    values = flag_values(config)
+    size, split = values.get("eval_size"), str(values.get("eval_split"))
+    if size is not None and values["eval_dataset"]:
+        raise ConfigError(
+            f"--eval_size {size:.10g} conflicts with --eval_dataset {values['eval_dataset']}, whose rows are evaluated",
+            try_this="only one of them",
+        )
+    if split.replace(".", "", 1).isdigit():
+        raise ConfigError(f"--eval_split {split}: expected the name of a split", try_this=f"--eval_size {split}")
+
+
 def resuming_needs_checkpoints(config: TrainingConfig) -> str | None:
     """Warn about a run that resumes from a checkpoint but does not write resumable ones itself."""
     if config.checkpoints.load_checkpoint and config.checkpoints.disable_ds_ckpt:

@@ -187,6 +187,7 @@ def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | Non
 
 def evaluation_needs_eval_steps(config: RLConfig) -> str | None:
     """Warn about evaluation data with --eval_steps -1, which in RL means never and is probably a mistake."""
-    if config.prompts.eval_dataset and config.logs.eval_steps == -1:
-        return "--eval_dataset is given but --eval_steps is -1: the policy is evaluated only at step 0"
+    if config.prompts.evaluates and config.logs.eval_steps == -1:
+        flag = "--eval_dataset" if config.prompts.eval_size is None else "--eval_size"
+        return f"{flag} is given but --eval_steps is -1: the policy is evaluated only at step 0"
     return None

@@ -7,7 +7,7 @@ from openrlhf.config.runtime import loads_reference, surplus_groups, uses_correc
 
 
 def replays(config: RLConfig) -> bool:
-    return config.rollout.replay is not None and config.prompts.eval_dataset is None
+    return config.rollout.replay is not None and not config.prompts.evaluates
 
 
 def response_has_another_limit(config: RLConfig) -> bool:
@@ -50,7 +50,7 @@ RL = rows(
     (
         "best_metric_key",
         "without --eval_steps and --save_steps",
-        lambda c: c.prompts.eval_dataset and (c.logs.eval_steps == -1 or c.checkpoints.save_steps == -1),
+        lambda c: c.prompts.evaluates and (c.logs.eval_steps == -1 or c.checkpoints.save_steps == -1),
     ),
     # Rewards.
     ("remote_rm_url", "with --agent_func_path", lambda c: c.rewards.agent_func_path),

@@ -9,20 +9,20 @@ from openrlhf.config.no_effect.rl import RL
 from openrlhf.config.no_effect.training import ALWAYS, TRAINING
 
 
-def unmet_need(need: str) -> NoEffect:
-    """Make the row for the flags whose declaration names `need`."""
+def unmet_need(need: tuple[str, ...]) -> NoEffect:
+    """Make the row for the flags whose declaration names the flags in `need`."""
     dependents = {
-        kind: [item.name for item in flags_of(kind).values() if item.needs == need] for kind in COMMANDS.values()
+        kind: [item.name for item in flags_of(kind).values() if item.needed == need] for kind in COMMANDS.values()
     }
     return NoEffect(
         flags=tuple(dict.fromkeys(name for names in dependents.values() for name in names)),
-        why=f"without --{need}",
+        why=f"without {' or '.join(f'--{name}' for name in need)}",
         kinds=tuple(kind for kind, names in dependents.items() if names),
-        when=lambda config: not flag_values(config)[need],
+        when=lambda config: not any(flag_values(config)[name] for name in need),
     )
 
 
-NEEDS = dict.fromkeys(item.needs for kind in COMMANDS.values() for item in flags_of(kind).values() if item.needs)
+NEEDS = dict.fromkeys(item.needed for kind in COMMANDS.values() for item in flags_of(kind).values() if item.needed)
 # Only the first reason is reported. Unmet needs come last, because setting the needed flag would not help if another
 # reason applies.
 TABLE = (*ALWAYS, *TRAINING, *RL, *CLUSTER, *INFERENCE, *map(unmet_need, NEEDS))

@@ -41,6 +41,11 @@ def schedulers(config: TrainingConfig) -> set[str]:
     return {item.lr_scheduler for item in optimizers(config)}
 
 
+def evaluates(config: TrainingConfig) -> bool:
+    values = flag_values(config)
+    return values["eval_dataset"] is not None or values["eval_size"] is not None
+
+
 def everything_is_here(config: object) -> bool:
     return all(is_here(item) for _, item in named_by(config, (*MODEL_FLAGS, *DATA_FLAGS)))
 
@@ -106,8 +111,8 @@ TRAINING = (
         ),
         (  # train_rm evaluates on training rows by default
             "eval_steps",
-            "without --eval_dataset",
-            lambda c: flag_values(c)["eval_dataset"] is None and not isinstance(c, commands.RMConfig),
+            "without --eval_dataset or --eval_size",
+            lambda c: not evaluates(c) and not isinstance(c, commands.RMConfig),
         ),
     ),
     *rows(

@@ -146,5 +146,5 @@ class CriticFlags:
         "",
         "Evaluation metric that selects the best checkpoint; none disables this (default: the first *_pass1, "
         "else the first *_reward).",
-        needs="eval_dataset",
+        needs="eval_dataset eval_size",
     )

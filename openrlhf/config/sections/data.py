@@ -6,7 +6,7 @@
 import json
 from dataclasses import dataclass
 
-from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, flag
+from openrlhf.config.flags import FRACTION_OR_COUNT, NOT_NEGATIVE, POSITIVE, flag
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
@@ -22,10 +22,21 @@ class EvaluationFlags:
     """Evaluation data"""
 
     eval_dataset: str | None = flag(None, "Comma-separated datasets to evaluate on.", essential=True)
+    eval_size: float | None = flag(
+        None,
+        "Hold out this much of the training data to evaluate on: a fraction such as 0.05, or a number of rows.",
+        FRACTION_OR_COUNT,
+        essential=True,
+    )
     eval_split: str = flag("train", "Split of the evaluation datasets.", needs="eval_dataset")
     eval_revision: str | None = flag(
         None, "Comma-separated revisions, one for each hub name in --eval_dataset.", needs="eval_dataset"
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether there is evaluation data."""
+        return self.eval_dataset is not None or self.eval_size is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,10 @@ class PromptFlags(EvaluationFlags):
     label_key: str | None = flag(None, "Field passed to the reward function or agent as the label.", essential=True)
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: prompts are prepared before training.", NOT_NEGATIVE)
-    eval_temperature: float = flag(0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset")
-    eval_n_samples_per_prompt: int = flag(4, "Samples per evaluation prompt.", POSITIVE, needs="eval_dataset")
+    eval_temperature: float = flag(
+        0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset eval_size"
+    )
+    eval_n_samples_per_prompt: int = flag(4, "Samples per evaluation prompt.", POSITIVE, needs="eval_dataset eval_size")
 
 
 @dataclass(frozen=True, kw_only=True)
