@@ -7,6 +7,7 @@ command-line arguments first, so that one parser reads them all and reports erro
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,9 @@ class FlagParser(argparse.ArgumentParser):
     """argparse that raises a ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.replace("argument ", "", 1), try_this=f"{self.prog} --help")
+        problem = message.removeprefix("argument ")
+        about = re.match(r"--(\w+): ", problem)  # argparse names the flag whose value is wrong
+        raise ConfigError(problem, try_this=f"{self.prog} --help" + (f" {about[1]}" if about else ""))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = [str(choice) for choice in action.choices or ()]

@@ -16,6 +16,8 @@ from openrlhf.errors import ConfigError
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 ALL_FLAGS = "--help all for all flags"
+MANY = 3  # answers that are listed in lines of their own
+NEARLY = 0.15  # a name is suggested, too, if its similarity (0 to 1) is at most this much below the best one's
 
 
 def unknown_words(command: type, words: Sequence[str]) -> ConfigError:
@@ -53,7 +55,8 @@ def unknown_flags(command: type, given: Mapping[str, str]) -> ConfigError:
         fixes.append(f"leave out {', '.join(unneeded)}")
     if not all(hints.values()):
         fixes.append(ALL_FLAGS)
-    return ConfigError(f"{', '.join(others)} and {last} are not flags of this command", try_this="; ".join(fixes))
+    fix = "; ".join(fixes) if len(fixes) < MANY else "".join(f"\n  {item}" for item in fixes)
+    return ConfigError(f"{', '.join(others)} and {last} are not flags of this command", try_this=fix)
 
 
 def what_to_write(command: type, name: str, value: str) -> str | None:
@@ -65,8 +68,15 @@ def what_to_write(command: type, name: str, value: str) -> str | None:
         return with_value or str(suggested)
     known = ["config", *known_spellings(command)]
     near = [match for match in known if match.startswith(name)][:3]
-    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    near = near or nearest(name, known)
     return " or ".join(f"--{match}" for match in near) or None
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return the most similar names; a name that is much less similar than the best one is left out."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    alike = [difflib.SequenceMatcher(None, name, match).ratio() for match in near]
+    return [match for match, ratio in zip(near, alike, strict=True) if ratio > alike[0] - NEARLY]
 
 
 def wrong_choice(flag: str, given: str, choices: Sequence[str], prog: str) -> ConfigError:

@@ -123,7 +123,7 @@ def labelled_rows(
     """Make rows for KTO: as for SFT, with a label of 1 (desirable) or 0."""
     check_tokenizer(tokenizer)
     form = open_format(tokenizer, template)
-    check_fields(fields, form)
+    check_fields(fields, form, records)
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
     rows = load_rows(records, LabelledReader(form, fields, max_len), report)

@@ -7,21 +7,25 @@ the text that `tokens.encode` turns into a row.
 
 from __future__ import annotations
 
-from openrlhf.config.sections.data import ResponseFlags
+import shlex
+
+from openrlhf.config.sections.data import ResponseFlags, split_names
 from openrlhf.data.messages import Message, read_messages, read_text, says_something
-from openrlhf.data.records import Record
+from openrlhf.data.records import MAX_SUGGESTED_FIELDS, Record, Records
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped
 from openrlhf.data.templates import TextFormat
 from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
 
 
-def check_fields(fields: ResponseFlags, form: TextFormat) -> None:
-    """Raise if the flags do not name a field for the response."""
+def check_fields(fields: ResponseFlags, form: TextFormat, records: Records) -> None:
+    """Raise if the flags do not name a field for the response; suggest the other fields of the first row."""
     if form.chat is None and fields.output_key is None:
+        others = [name for name in records[0].row if name not in split_names(fields.input_key)]
+        names = " or ".join(map(shlex.quote, others[:MAX_SUGGESTED_FIELDS])) or "output"
         raise ConfigError(
             "without a chat template, the response needs its own field",
-            try_this="--output_key output, or --apply_chat_template",
+            try_this=f"--output_key {names}, or --apply_chat_template",
         )
 
 

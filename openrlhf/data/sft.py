@@ -46,7 +46,10 @@ def sft_rows(
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     if not fields.pretrain_mode:
         report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
-    rows = load_rows(records, open_reader(tokenizer, fields, template, max_len), report)
+    reader = open_reader(tokenizer, fields, template, max_len)
+    if isinstance(reader, ResponseReader):
+        check_fields(fields, reader.form, records)
+    rows = load_rows(records, reader, report)
     if report.split_conversations:
         problem = (
             f"the chat template rewrites earlier turns: split {counted(report.split_conversations, 'conversation')}"
@@ -70,7 +73,6 @@ def open_reader(
         if form.chat is None:
             raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
         return ConversationReader(form.chat, fields, max_len)
-    check_fields(fields, form)
     return ResponseReader(form, fields, max_len)
 
 

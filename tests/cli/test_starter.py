@@ -126,7 +126,8 @@ def test_files_are_replaced_only_if_asked(tmp_path, capsys):
 def test_a_task_is_needed_and_a_wrong_one_lists_the_choices(capsys):
     assert fails(["init"], capsys) == (
         2,
-        "openrlhf: error: --task is not given, but this command needs it. Try: --task grpo\n",
+        "openrlhf: error: --task is not given, but this command needs it: one of sft, rm, dpo, kto, kd, prm, ppo, grpo,"
+        " reinforce, rloo, agent. Try: --task grpo\n",
     )
     code, said = fails(["init", "gpro"], capsys)
     assert code == 2

@@ -448,6 +448,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("dataset_files_exist", "train_sft", "--dataset my/own/rows", "--dataset my/own/rows: no such file or folder"),
     ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
     ("named_files_exist", "train_ppo", "--remote_rm_url gone.py", "--remote_rm_url gone.py: no such file"),
+    ("named_files_exist", "train_ppo", "--remote_rm_url rewrd.py", "rewrd.py: no such file. Try: ./reward.py"),
     ("named_files_exist", "train_ppo", "--agent_func_path ./gone.py", "--agent_func_path ./gone.py: no such file"),
     (
         "replay_is_of_another_run",

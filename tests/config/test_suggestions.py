@@ -87,9 +87,11 @@ def test_a_file_of_llama_factory_is_answered_key_by_key(tmp_path):
         parse(COMMANDS["train_dpo"], ["--config", str(tmp_path / "run.yaml")], environ={})
     assert str(caught.value).endswith(
         "lines 2, 3, 4, 6, 7 and 8: --model_name_or_path, --stage, --do_train, --lora_target, --pref_beta and"
-        " --overwrite_cache are not flags of this command. Try: --pretrain instead of --model_name_or_path;"
-        " --target_modules instead of --lora_target; --beta instead of --pref_beta;"
-        " leave out --stage, --do_train, --overwrite_cache"
+        " --overwrite_cache are not flags of this command. Try: "
+        "\n  --pretrain instead of --model_name_or_path"
+        "\n  --target_modules instead of --lora_target"
+        "\n  --beta instead of --pref_beta"
+        "\n  leave out --stage, --do_train, --overwrite_cache"
     )
 
 
@@ -102,10 +104,20 @@ def refusal(command, *argv):
 def test_all_unknown_flags_are_answered_together():
     assert refusal("train_sft", "--do_train").endswith("Try: leave it out, since nothing here needs it")
     assert refusal("train_sft", "--lr", "1e-5", "--seed", "1", "-epochs", "2", "--xyzzy", "-1", "--zero=3") == (
-        "--lr, -epochs, --xyzzy and --zero are not flags of this command. Try: --learning_rate instead of --lr;"
-        " --max_epochs (passes over the data) instead of -epochs; --zero_stage instead of --zero;"
-        " --help all for all flags"
+        "--lr, -epochs, --xyzzy and --zero are not flags of this command. Try: "
+        "\n  --learning_rate instead of --lr"
+        "\n  --max_epochs (passes over the data) instead of -epochs"
+        "\n  --zero_stage instead of --zero"
+        "\n  --help all for all flags"
     )
+    assert refusal("train_sft", "--lr", "1e-5", "--epochs", "2").endswith(
+        "Try: --learning_rate instead of --lr; --max_epochs (passes over the data) instead of --epochs"
+    )
+
+
+def test_only_flags_that_are_nearly_as_similar_as_the_nearest_are_suggested():
+    assert refusal("train_sft", "--lerning_rate", "1e-5").endswith("Try: --learning_rate")
+    assert refusal("train_sft", "--savepath", "x").endswith("Try: --save_path")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_plain_rows_are_tokenised_in_one_call(records):
 def test_plain_rows_need_an_output_key(records):
     with pytest.raises(ConfigError, match=r"the response needs its own field. Try: --output_key output"):
         read(records({"input": "one"}))
+    with pytest.raises(ConfigError, match=r"Try: --output_key answer or 'final answer', or --apply_chat_template"):
+        read(records({"input": "one", "answer": "two", "final answer": "two"}))
 
 
 @pytest.mark.parametrize(

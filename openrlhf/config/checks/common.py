@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import Templated, TrainingConfig
-from openrlhf.config.flags import flag_values, flags_of
+from openrlhf.config.flags import choices_of, flag_values, flags_of
 from openrlhf.errors import ConfigError, counted
 
 EMPTY = ("", '""', "''")
@@ -35,7 +35,11 @@ def require(config: object, names: Iterable[str]) -> None:
         item = flags[name]
         if item.required and not values[name]:
             fix = item.required if item.positional else f"--{name} {item.required}"
-            raise ConfigError(f"{item.spelling} is not given, but this command needs it", try_this=fix)
+            choices = ", ".join(choices_of(item.type))
+            problem = f"{item.spelling} is not given, but this command needs it" + (
+                f": one of {choices}" if choices else ""
+            )
+            raise ConfigError(problem, try_this=fix)
 
 
 def numbers_are_in_range(config: object) -> None:

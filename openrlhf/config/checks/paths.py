@@ -101,7 +101,7 @@ def named_files_exist(config: object) -> None:
     """Reject missing reward, agent and chat history files before the run starts."""
     for name, item in named_by(config, ("remote_rm_url", "agent_func_path", "ta_prompt")):
         if (item.endswith(".py") or name == "ta_prompt") and not Path(item).expanduser().is_file():
-            raise ConfigError(f"--{name} {item}: no such file")
+            raise ConfigError(f"--{name} {item}: no such file", try_this=nearest_path(item))
 
 
 def run_folders_exist(config: ViewConfig) -> None:
