@@ -62,6 +62,21 @@ def unknown_field(rows: Sequence[FieldValues], fields: Sequence[str]) -> Finding
     return None
 
 
+def template_ends_in_space(report: DataReport, template: TemplateFlags) -> Finding | None:
+    """Find a space at the end of the prompt that the tokenizer joins with the response.
+
+    A prompt that is answered later ends in a token for the space alone, which training has never shown.
+    """
+    text = template.input_template or ""
+    if template.apply_chat_template or not text.endswith(" ") or report.joined_prompts <= len(report.lengths) / 2:
+        return None
+    problem = (
+        f"--input_template ends in a space, which the tokenizer joins with the first word of the response in"
+        f" {report.joined_prompts} of {len(report.lengths)} rows, but a prompt without a response ends in a lone space"
+    )
+    return Finding(problem, f"--input_template ${text.rstrip(' ')!r}, here and in every later command")
+
+
 def texts_in(value: object) -> Iterator[str]:
     """Yield the text itself, or the text of each message in a list."""
     if isinstance(value, str):

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import LabelledResponseFlags, PairFlags, TemplateFlags
-from openrlhf.data.findings import check_texts, field_findings, first_rows, unused_prompt
+from openrlhf.data.findings import check_texts, field_findings, first_rows, template_ends_in_space, unused_prompt
 from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
@@ -127,6 +127,7 @@ def labelled_rows(
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
     rows = load_rows(records, LabelledReader(form, fields, max_len), report)
+    report.add(template_ends_in_space(report, template))
     if len(rows) > 1 and report.desirable in (0, len(rows)):
         kind = "desirable" if report.desirable else "undesirable"
         report.add(Finding(f"all {len(rows)} responses are {kind}, so there is nothing to tell apart"))

@@ -20,7 +20,7 @@ LEAST_KEPT = 0.1  # fraction of the rows that must fit the budget
 USUAL = 0.95  # fraction of the rows that fit the suggested budget
 CHECKED = 100  # number of rows that are checked for lost text and misread fields
 # Fields of a report that add up over the parts of a dataset.
-SUMS = ("tokens_cut", "without_eos", "empty_sides", "split_conversations", "long_turns", "desirable")
+SUMS = ("tokens_cut", "without_eos", "joined_prompts", "empty_sides", "split_conversations", "long_turns", "desirable")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class DataReport:
     tokens_cut: int = 0
     cut_at: Literal["start", "end"] = "end"
     without_eos: int = 0  # rows without an EOS among their targets, not counting truncated rows
+    joined_prompts: int = 0  # rows in which one token holds the end of the prompt and the start of the response
     empty_sides: int = 0  # pairs with a response without text
     split_conversations: int = 0  # into one row per turn
     long_turns: int = 0  # turns of split conversations that are omitted, because their context fills the budget

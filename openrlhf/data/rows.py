@@ -86,6 +86,7 @@ def encode_response(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len:
         raise long_prompt(max_len, encoded.length)
     report.keep((encoded.text, encoded.length))
     report.without_eos += not encoded.learns_eos
+    report.joined_prompts += encoded.joins_prompt
     return encoded
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import ConversationFlags, ResponseFlags, TeacherResponseFlags, TemplateFlags
-from openrlhf.data.findings import check_texts, field_findings, first_rows
+from openrlhf.data.findings import check_texts, field_findings, first_rows, template_ends_in_space
 from openrlhf.data.messages import says_something
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
@@ -50,6 +50,7 @@ def sft_rows(
     if isinstance(reader, ResponseReader):
         check_fields(fields, reader.form, records)
     rows = load_rows(records, reader, report)
+    report.add(template_ends_in_space(report, template))
     if report.split_conversations:
         problem = (
             f"the chat template rewrites earlier turns: split {counted(report.split_conversations, 'conversation')}"

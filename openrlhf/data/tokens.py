@@ -38,6 +38,7 @@ class Encoded:
     text: str
     length: int  # tokens of the whole text, before truncation
     learns_eos: bool  # an EOS is among the targets, counted before truncation
+    joins_prompt: bool  # the first learned token begins in the prompt
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -80,9 +81,11 @@ def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> 
         ends_learned = bool(marked.spans) and marked.spans[-1][1] >= len(text)
         ids, mask = np.append(ids, np.int32(tokenizer.eos_token_id)), np.append(mask, ends_learned)
     prompt_length = int(mask.argmax()) if mask.any() else len(mask)
+    start = marked.spans[0][0] if marked.spans else 0
+    joins_prompt = bool(((offsets[:, 0] < start) & (offsets[:, 1] > start)).any())
     length, learns_eos = len(ids), bool((ids[mask] == tokenizer.eos_token_id).any())
     if length > max_len:
         ids, mask = ids[:max_len].copy(), mask[:max_len].copy()
         ids[-1], mask[-1] = tokenizer.eos_token_id, False
     mask[0] = False  # the first token is never predicted
-    return Encoded(TokenRow(ids, mask), prompt_length, marked.text, length, learns_eos)
+    return Encoded(TokenRow(ids, mask), prompt_length, marked.text, length, learns_eos, joins_prompt)

@@ -3,6 +3,8 @@
 import sys
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
 from openrlhf.data.rows import announce
@@ -43,6 +45,27 @@ def test_plain_rows_are_tokenised_in_one_call(records):
     )
     assert row.input_ids.tolist() == [4, 7, 4, 0]
     assert row.target_mask.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "found"),
+    [("{}: ", "bbc", True), ("{}:", "bbc", False), ("{}: ", "bcc", False), ("{}:b", "bbb", False)],
+    ids=["joined", "no space", "few", "no space at the end"],
+)
+def test_a_template_whose_space_becomes_part_of_the_response_is_reported(template, answers, found, records):
+    letters = ["<eos>", "<pad>", "a", "b", "c", ":", " ", " b"]
+    model = models.BPE({letter: number for number, letter in enumerate(letters)}, [(" ", "b")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model), eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+    rows = records(*({"input": "a", "output": answer} for answer in answers))
+    fields, flags = ConversationFlags(output_key="output"), TemplateFlags(input_template=template)
+    reported = [str(one) for one in sft_rows(rows, tokenizer, fields, flags, 64).report.findings]
+    joined = [line for line in reported if "ends in a space" in line]
+    assert bool(joined) == found
+    if found:
+        assert "joins with the first word of the response in 2 of 3 rows" in joined[0]
+        assert joined[0].endswith("Try: --input_template $'{}:', here and in every later command")
 
 
 def test_plain_rows_need_an_output_key(records):

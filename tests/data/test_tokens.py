@@ -47,6 +47,13 @@ def test_a_token_that_straddles_the_boundary_belongs_to_the_response():
     assert row.target_mask.tolist() == [False, True, True, True]
 
 
+def test_a_first_token_that_begins_in_the_prompt_is_noticed():
+    tokenizer = merging_tokenizer()
+    assert encode(Marked("cab", ((2, 3),)), tokenizer, 10).joins_prompt
+    for text, spans in (("cab", ((1, 3),)), ("cab", ((0, 3),)), ("cab", ()), ("acab", ((1, 2), (3, 4)))):
+        assert not encode(Marked(text, spans), tokenizer, 10).joins_prompt
+
+
 def test_trailing_newlines_are_removed_and_eos_is_appended_as_an_id(tokenizer):
     assert decode_row(encode(Marked("one two\n\n", ((4, 9),)), tokenizer, 10).row) == ("one two<eos>", "two<eos>")
 

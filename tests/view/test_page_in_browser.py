@@ -261,6 +261,15 @@ def test_tokens_are_coloured_by_advantage_and_by_gap(page):
     assert kinds(card.first) == {"token "}
 
 
+def test_a_prompt_whose_samples_have_equal_rewards_has_no_scale(visit, tmp_path):
+    run_dir = make_run(tmp_path / "made", recorded=0)
+    write_step(run_dir, 1, [record(1, 0, text, reward=0.5) for text in TEXTS])
+    write_report(tmp_path / "report.html", find_runs([run_dir]))
+    page = visit((tmp_path / "report.html").as_uri())
+    open_samples(page, "made").first.click()
+    expect(page.locator(".legend")).to_have_text("every advantage is 0")
+
+
 def kinds(card):
     return set(card.locator(".token").evaluate_all("tokens => tokens.map(token => token.className)"))
 

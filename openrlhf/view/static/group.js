@@ -86,6 +86,7 @@ export class GroupView {
   legendParts(values, scale, unit, missing) {
     if (!values) return [];
     if (this.samples.every((sample) => !values(sample))) return [missing];
+    if (!scale) return [`every ${unit} is 0`]; // as if all samples of the prompt have the same reward
     const end = formatted(scale);
     return [`−${end}`, element("span", { class: "ramp", "aria-hidden": "true" }), `+${end} ${unit}`];
   }
