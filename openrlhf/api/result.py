@@ -60,7 +60,9 @@ class TrainResult:
         rows = [row for row in self.history if row.kind == kind and name in row.metrics]
         if not rows:
             known = sorted({metric for row in self.history if row.kind == kind for metric in row.metrics})
-            raise KeyError(f"no {kind} metric {name!r}: expected one of {', '.join(known) or 'none'}")
+            problem = f"no {kind} metric {name!r}: expected one of {', '.join(known) or 'none'}"
+            others = dict.fromkeys(row.kind for row in self.history if name in row.metrics)
+            raise KeyError(problem + "".join(f". Try: curve({name!r}, kind={other!r})" for other in others))
         return [row.step for row in rows], [row.metrics[name] for row in rows]
 
     def __fspath__(self) -> str:

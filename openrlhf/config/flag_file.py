@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openrlhf.config.checks.paths import nearest_path
 from openrlhf.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def read_flag_file(path: Path, known: Collection[str]) -> list[FileEntry]:
         node = loader.get_single_node()
         content = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
+        raise ConfigError(f"--config {path}: no such file", try_this=nearest_path(str(path))) from None
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:

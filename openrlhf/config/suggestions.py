@@ -126,7 +126,7 @@ SUGGESTIONS = (
     Suggestion("max_new_tokens", "max_len", "tokens of prompt and response together"),
     Suggestion("max_completion_length max_response_length response_length max_tokens", "max_new_tokens max_len"),
     Suggestion("pref_beta", "beta"),
-    Suggestion("pref_loss", "ipo", "a switch; sigmoid is the default"),
+    Suggestion("pref_loss loss_type", "ipo", "a switch; sigmoid is the default"),
     Suggestion("pref_ftx sft_coef", "nll_loss_coef"),
     Suggestion("dpo_label_smoothing", "label_smoothing"),
     Suggestion("kto_chosen_weight desirable_weight", "desirable_loss_weight"),

@@ -66,7 +66,7 @@ def what_to_write(command: type, name: str, value: str) -> str | None:
         choices = choices_of(flags[suggested.flag].type)
         with_value = suggest_choice(suggested.flag, value, choices) if value and choices else None
         return with_value or str(suggested)
-    known = ["config", *known_spellings(command)]
+    known = ["config", *(spelling for spelling in known_spellings(command) if "." in name or "." not in spelling)]
     near = [match for match in known if match.startswith(name)][:3]
     near = near or nearest(name, known)
     return " or ".join(f"--{match}" for match in near) or None

@@ -84,6 +84,9 @@ def test_a_function_trains_like_its_command(sft, train, tmp_path):
     assert "<td>sft/run</td>" in result._repr_html_()
     with pytest.raises(KeyError, match="no train metric 'reward': expected one of gpt_loss"):
         result.curve("reward")
+    with pytest.raises(KeyError, match=r"no train metric 'eval_loss'.* Try: curve\('eval_loss', kind='eval'\)"):
+        result.curve("eval_loss")
+    assert result.curve("eval_loss", kind="eval")[0] == [0, 3]
 
 
 def numbers(result):

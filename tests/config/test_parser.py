@@ -230,6 +230,9 @@ def test_a_file_that_is_no_mapping_is_refused_in_one_line(file, text, complaint)
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     assert "nowhere.yaml: no such file" in refusal(SFTConfig, "--config", str(tmp_path / "nowhere.yaml"))
+    (tmp_path / "sft_run.yaml").touch()
+    mistyped = refusal(SFTConfig, "--config", str(tmp_path / "sft_rum.yaml"))
+    assert mistyped.endswith(f"sft_rum.yaml: no such file. Try: {tmp_path / 'sft_run.yaml'}")
     assert f"{tmp_path} cannot be read" in refusal(SFTConfig, "--config", str(tmp_path))
     (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\xff")
     assert "is not YAML" in refusal(SFTConfig, "--config", str(tmp_path / "image.yaml"))

@@ -118,6 +118,12 @@ def test_all_unknown_flags_are_answered_together():
 def test_only_flags_that_are_nearly_as_similar_as_the_nearest_are_suggested():
     assert refusal("train_sft", "--lerning_rate", "1e-5").endswith("Try: --learning_rate")
     assert refusal("train_sft", "--savepath", "x").endswith("Try: --save_path")
+    assert refusal("train_dpo", "--logging_first_step").endswith("Try: --logging_steps")  # not --logger.logging_steps
+
+
+def test_losses_of_trl_are_answered_by_command():
+    assert refusal("train_dpo", "--loss_type", "ipo").endswith("Try: --ipo (a switch; sigmoid is the default)")
+    assert "Try: --loss_agg_mode" in refusal("train_ppo", "--loss_type", "dr_grpo")
 
 
 @pytest.mark.parametrize(
