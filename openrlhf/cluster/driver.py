@@ -6,13 +6,11 @@ do not interfere. `session` calls `joined`.
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import secrets
 import shlex
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +22,7 @@ from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pl
 from openrlhf.cluster.reaper import KEPT, MARK, private_folder, remove_leftovers
 from openrlhf.config.runtime import GPUS_PER_NODE_ON_RAY
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError, counted
+from openrlhf.models.compiler_cache import VARIABLE, compiler_cache
 from openrlhf.monitor import say
 from openrlhf.signals import end_program, keep_sigterm_handler
 
@@ -96,18 +95,9 @@ def environment_for_ray(folder: Path) -> Iterator[None]:
     Temporary files go to the private folder, because an engine that is killed cannot remove its own; only compiled code
     stays where torch would put it, for the next run.
     """
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a user without a name
-        user = str(os.getuid())
     temporary = folder / "tmp"
     temporary.mkdir()
-    inherited = {
-        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{user}",
-        **os.environ,
-        MARK: str(folder),
-        "TMPDIR": str(temporary),
-    }
+    inherited = dict(os.environ) | {VARIABLE: compiler_cache(), MARK: str(folder), "TMPDIR": str(temporary)}
     before = dict(os.environ)
     os.environ.update(inherited)
     try:

@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.errors import RolloutError
+from openrlhf.models.compiler_cache import keep_compiled_code_private
 from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
 from openrlhf.rollout.hf import end_tokens
@@ -173,6 +174,7 @@ def set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    keep_compiled_code_private()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it sets this itself
     if find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

@@ -29,6 +29,7 @@ from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.runtime import backend_of
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
+from openrlhf.models.compiler_cache import keep_compiled_code_private
 from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
 from openrlhf.signals import end_at_first_signal
@@ -71,6 +72,7 @@ def choose_device(asked: str, local_rank: int = -1) -> torch.device:
 
     A launcher assigns GPUs by LOCAL_RANK. A single process uses the first GPU, or the CPU if there is none.
     """
+    keep_compiled_code_private()
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU, but PyTorch finds none", try_this="--device cpu")
     if asked == "cpu" or not torch.cuda.is_available():
