@@ -1,8 +1,11 @@
-"""Sessions with scripted answers in place of a policy, prompts, and helpers that run an executor."""
+"""Sessions with scripted answers in place of a policy, prompts, and helpers that run an executor or a server."""
 
 import asyncio
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from aiohttp import web
 
 from openrlhf.types import Completion, Prompt, SamplingParams
 from tests.tiny import make_tokenizer
@@ -114,3 +117,25 @@ def children():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
             found |= set((task / "children").read_text().split())
     return found
+
+
+@contextmanager
+def served(app):
+    """Run the app in a thread and yield its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    runner = web.AppRunner(app)
+
+    async def start():
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner.addresses[0][1]
+
+    try:
+        yield f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result()}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -6,13 +6,12 @@ The server here parses requests with OpenAI's types, as NeMo Gym's servers do.
 import asyncio
 import json
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 from openai.types.responses import Response
-from sessions import TOOL_TEMPLATE, Scripted, decode, encode, prompt, run
+from sessions import TOOL_TEMPLATE, Scripted, decode, encode, prompt, run, served
 
 from openrlhf.agents.chat import nemo_gym
 from openrlhf.agents.chat.nemo_gym import NemoGymAgentExecutor
@@ -79,28 +78,6 @@ class Scales:
         routes = {"/seed_session": self.seed, "/weigh": self.weigh, "/verify": self.verify} | instead
         app.add_routes([web.post(path, handler) for path, handler in routes.items()])
         return app
-
-
-@contextmanager
-def served(app):
-    """Run the app in a thread and yield its address."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    runner = web.AppRunner(app)
-
-    async def start():
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner.addresses[0][1]
-
-    try:
-        yield f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result()}"
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @pytest.fixture(params=["a class of one's own", "the example"])

@@ -1,14 +1,16 @@
 """An environment server of the real package openenv, in a process of its own: exact tokens, rewards and training."""
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from sessions import Scripted, decode, encode, prompt, run
+from aiohttp import web
+from sessions import Scripted, decode, encode, prompt, run, served
 
 from openrlhf.agents.chat.openenv import read_arguments
 from openrlhf.errors import ConfigError, RolloutError
@@ -181,3 +183,135 @@ def test_labels_are_the_arguments_of_reset(label, arguments):
 def test_other_labels_are_rejected(label):
     with pytest.raises(RolloutError, match="the label of a prompt for OpenEnv is"):
         read_arguments(label)
+
+
+TEXT_ACTION = {"action": {"properties": {"text": {"type": "string"}}}}
+START = {"data": {"observation": {"text": "go"}, "reward": 0.0, "done": False}}
+OWN_AGENT = """
+    from openrlhf.utils.agent import OpenEnvAgentExecutor
+
+    class AgentExecutor(OpenEnvAgentExecutor):
+        def __init__(self):
+            super().__init__({url!r})
+"""
+
+
+def hostile(*, schema=None, play=None):
+    """Return the application of a server that misbehaves, and the list of requests that reached `/internal`."""
+    reached = []
+
+    async def describe(request):
+        return web.json_response(TEXT_ACTION)
+
+    async def internal(request):
+        reached.append(request.path)
+        return web.json_response(TEXT_ACTION)
+
+    app = web.Application()
+    app.router.add_get("/schema", schema or describe)
+    app.router.add_get("/internal", internal)
+    if play:
+        app.router.add_get("/ws", play)
+    return app, reached
+
+
+async def redirect(request):
+    raise web.HTTPTemporaryRedirect("/internal")
+
+
+@pytest.mark.slow(seconds=3)
+def test_redirects_are_not_followed(build, write):
+    """Otherwise a server could make this machine request an address that only it can reach."""
+    app, reached = hostile(schema=redirect)
+    with served(app) as url, pytest.raises(ConfigError, match="schema cannot be read: it answers with a redirect"):
+        build(agent_func_path=write(OWN_AGENT.format(url=url)))
+    assert not reached
+    app, reached = hostile(play=redirect)
+    with served(app) as url:
+        executor = build(agent_func_path=write(OWN_AGENT.format(url=url)), context_length=300, on_reward_error="skip")
+        (failure,) = run(executor, [Scripted("7</s>")], asked=prompt("go", label=SEED)).failures
+    assert "/ws cannot be reached: it answers with a redirect" in str(failure)
+    assert not reached
+
+
+@pytest.mark.slow(seconds=3)
+def test_an_endless_schema_is_rejected(build, write, monkeypatch):
+    sent = []
+
+    async def drip(request):
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for _ in range(2000):
+            await response.write(b" " * 100_000)
+            sent.append(100_000)
+        return response
+
+    app, _ = hostile(schema=drip)
+    with served(app) as url, pytest.raises(ConfigError, match="schema cannot be read: more than 16 MiB"):
+        build(agent_func_path=write(OWN_AGENT.format(url=url)))
+    assert sum(sent) < 100_000_000
+
+
+@pytest.mark.slow(seconds=4)
+def test_frames_that_nobody_asked_for_stay_with_the_server(build, write):
+    """While the policy generates, a server may send without end."""
+    sent, seen = [], []
+
+    class Watching(Slow):
+        async def generate(self, request):
+            completion = await super().generate(request)
+            seen.append(sum(sent))
+            return completion
+
+    async def play(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_json(START)
+        with suppress(ConnectionError):
+            for _ in range(300):
+                await socket.send_str(" " * 1_000_000)
+                sent.append(1_000_000)
+        return socket
+
+    app, _ = hostile(play=play)
+    with served(app) as url:
+        executor = build(agent_func_path=write(OWN_AGENT.format(url=url)), context_length=300, on_reward_error="skip")
+        run(executor, [Watching("7</s>")], asked=prompt("go", label=SEED))
+    assert 0 < seen[0] < 50_000_000
+
+
+@pytest.mark.slow(seconds=4)
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ('{"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no", "errors": 5}}', None),
+        ('{"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no", "errors": ["a", {}]}}', None),
+        (
+            '{"data": {"observation": {"text": ""}, "reward": ' + "9" * 400 + ', "done": true}}',
+            "expected a finite number",
+        ),
+        ('{"data": {"observation": {"text": ""}, "reward": NaN, "done": true}}', "expected a finite number"),
+        ('{"data": ' + "[" * 200 + "]" * 200 + "}", "expected JSON"),
+        ("\\ud800", "expected JSON"),
+    ],
+)
+def test_malformed_answers_are_explained(build, write, answer, message):
+    async def play(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_json(START)
+        async for _ in socket:
+            await socket.send_str(answer)
+        return socket
+
+    app, _ = hostile(play=play)
+    with served(app) as url:
+        executor = build(agent_func_path=write(OWN_AGENT.format(url=url)), context_length=300, on_reward_error="skip")
+        got = run(executor, [Scripted("7</s>")], asked=prompt("go", label=SEED))
+    if message is None:
+        assert "invalid action: no" in decode(got.trajectories[0].input_ids)
+    else:
+        assert message in str(got.failures[0])
+        assert "Traceback" not in str(got.failures[0])

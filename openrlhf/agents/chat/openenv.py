@@ -22,11 +22,13 @@ from openrlhf.agents.scores import kind_of
 from openrlhf.config.checks.extras import require
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.messages import Message
+from openrlhf.data.records import as_float
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 if TYPE_CHECKING:
-    from aiohttp import ClientWebSocketResponse, WSMessage
+    from aiohttp import ClientSession, ClientWebSocketResponse, StreamReader, WSMessage
 
+LARGEST_SCHEMA = 1 << 24  # bytes
 INVALID = "VALIDATION_ERROR"  # error code for an action that does not fit the environment's action class
 FULL = "CAPACITY_REACHED"
 BASE_FIELDS = ("metadata", "done", "reward")  # fields that all actions and observations have
@@ -80,19 +82,19 @@ class OpenEnvAgentExecutor(ChatExecutor):
         """Read the fields of an action from the server."""
         require("aiohttp", "OpenEnvAgentExecutor")
         await super().prepare()
-        from aiohttp import ClientError, ClientSession
+        from aiohttp import ClientError
 
         try:
-            async with ClientSession() as http, http.get(f"{self.url}/schema") as answer:
+            async with open_session() as http, http.get(f"{self.url}/schema") as answer:
                 answer.raise_for_status()
-                schema = await answer.json()
-        except (ClientError, TimeoutError, ValueError) as error:
+                schema = parse_json(await read_part(answer.content, LARGEST_SCHEMA))
+        except (ClientError, TimeoutError, InvalidJSON) as error:
             raise ConfigError(
                 f"{self.url}/schema cannot be read: {error or type(error).__name__}", try_this="start the server first"
             ) from None
-        fields = schema.get("action", {}).get("properties", {}) if isinstance(schema, Mapping) else {}
-        own = {name: field for name, field in fields.items() if name not in BASE_FIELDS}
-        if [field.get("type") for field in own.values()] == ["string"]:
+        fields = entry(entry(schema, "action"), "properties")
+        own = {name: fields[name] for name in fields if name not in BASE_FIELDS}
+        if [entry(own, name).get("type") for name in own] == ["string"]:
             (self.action_field,) = own
         elif type(self).make_action is OpenEnvAgentExecutor.make_action:
             raise ConfigError(
@@ -102,13 +104,13 @@ class OpenEnvAgentExecutor(ChatExecutor):
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
         """Play one session; the reward of each turn becomes a step reward."""
-        from aiohttp import ClientError, ClientSession
+        from aiohttp import ClientError
 
         episode = self.open_chat(task)
         rewards: list[float] = []
         try:
             async with (
-                ClientSession() as http,
+                open_session() as http,
                 http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST_ANSWER) as socket,
                 read_frames(socket) as frames,
             ):
@@ -165,17 +167,52 @@ class OpenEnvAgentExecutor(ChatExecutor):
         observation, reward = given.get("observation"), given.get("reward")
         if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
             raise RewardError(f"{self.url}/ws sent {clip(received.data)}: expected an observation and a reward")
-        return EnvironmentStep(observation, float(reward or 0.0), bool(given.get("done")))
+        return EnvironmentStep(observation, as_float(reward or 0.0), bool(given.get("done")))
 
     def _error(self, data: Mapping[str, Any], kind: str) -> InvalidAction | RewardError:
         """Return the exception for an error of the server."""
         code, message = data.get("code"), str(data.get("message"))
         if code == INVALID and kind == "step":
-            return InvalidAction("; ".join(str(item.get("msg")) for item in data.get("errors") or []) or message)
+            errors = data.get("errors")
+            reasons = [str(item["msg"]) for item in errors if "msg" in item] if isinstance(errors, list) else []
+            return InvalidAction("; ".join(reasons) or message)
         if code == FULL:
             more = "a larger max_concurrent_envs in the server's create_app, or a smaller --max_concurrent_episodes"
             return RewardError(f"{self.url} has no room for another session: {message}", try_this=more)
         return RewardError(f"{self.url} failed in {kind}: {message} ({code})")
+
+
+def open_session() -> ClientSession:
+    """Return an HTTP client that does not follow redirects, which could lead to addresses that only this machine reaches.
+
+    `ws_connect` has no parameter for that.
+    """
+    from aiohttp import ClientError, ClientSession, TraceConfig
+
+    async def refuse(*_: object) -> None:
+        raise ClientError("it answers with a redirect, which is not followed")
+
+    tracing = TraceConfig()
+    tracing.on_request_redirect.append(refuse)
+    return ClientSession(trace_configs=[tracing])
+
+
+async def read_part(content: StreamReader, most: int) -> bytes:
+    """Return the bytes of an answer; raise ClientError if there are more than `most`."""
+    from aiohttp import ClientPayloadError
+
+    found = bytearray()
+    async for part in content.iter_any():
+        found += part
+        if len(found) > most:
+            raise ClientPayloadError(f"more than {most >> 20} MiB")
+    return bytes(found)
+
+
+def entry(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object inside another one; an empty one if there is none."""
+    found = given.get(name) if isinstance(given, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 @asynccontextmanager
@@ -183,9 +220,10 @@ async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.
     """Read a socket in the background and yield the queue of its frames; the last one says that it is closed.
 
     aiohttp answers the server's pings only while the socket is being read, and the server closes a connection that does
-    not answer. A turn of the policy may take longer than the server waits.
+    not answer. A turn of the policy may take longer than the server waits. Of frames that nobody asked for,
+    only one is kept and one more is read, so that a server cannot fill the memory.
     """
-    frames: asyncio.Queue[WSMessage] = asyncio.Queue()
+    frames: asyncio.Queue[WSMessage] = asyncio.Queue(1)
 
     async def read() -> None:
         from aiohttp import WSMsgType
@@ -193,7 +231,7 @@ async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.
         received = None
         while received is None or received.type is WSMsgType.TEXT:
             received = await socket.receive()
-            frames.put_nowait(received)
+            await frames.put(received)
 
     reader = asyncio.create_task(read())
     try:
