@@ -48,6 +48,8 @@ class NewMetrics:
 
 def read_metrics(path: Path, since: Position = START) -> NewMetrics:
     """Return the metrics after a position. An incomplete last line is left for the next call."""
+    if path.exists() and not path.is_file():  # a pipe would block
+        return NewMetrics({}, since, restarted=False, more=False)
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

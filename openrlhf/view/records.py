@@ -8,6 +8,7 @@ None. A place is the position of a sample in its file.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from openrlhf.training.earlier_run import step_files
 from openrlhf.view.metrics import finite
 
 LARGEST = 2**53
+TOKENS = range(2**31)  # that a tokenizer may know
 ROWS_AT_ONCE = 64  # rows of a Parquet file that are converted to Python objects at a time
 COLUMNS = [  # that are shown
     *("step", "prompt", "response", "reward", "score", "truncated", "version", "extra_logs"),
@@ -112,7 +114,9 @@ class StepFiles:
         for path in step_files(self.folder):
             try:
                 status = path.stat()
-            except FileNotFoundError:  # a new run has just moved it
+            except OSError:  # a new run has just moved it, or it is a link that leads nowhere
+                continue
+            if stat.S_ISFIFO(status.st_mode) or stat.S_ISCHR(status.st_mode):  # reading would wait, or never end
                 continue
             found.append(RecordFile(path.name, str(status.st_ino), status.st_size))
         return found
@@ -199,7 +203,7 @@ def make_sample(row: Mapping[str, Any]) -> Sample:
         truncated=bool(row["truncated"]),
         version=_number(row["version"]),
         extra={str(name): finite(value) for name, value in row.get("extra_logs", {}).items()},
-        ids=[int(token) for token in row["input_ids"][first:]],
+        ids=[_token(token) for token in row["input_ids"][first:]],
         actions=mask[first:],
         advantages=numbers("advantages"),
         trainer=numbers("old_log_probs"),
@@ -211,6 +215,12 @@ def _number(value: object) -> int:
     """Return an integer that SQLite and JavaScript can hold."""
     if not isinstance(value, int) or abs(value) > LARGEST:
         raise ValueError(f"expected an integer up to {LARGEST}, got {value!r:.40}")
+    return value
+
+
+def _token(value: object) -> int:
+    if not isinstance(value, int) or value not in TOKENS:
+        raise ValueError(f"expected the id of a token, got {value!r:.40}")
     return value
 
 

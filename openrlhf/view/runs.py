@@ -7,6 +7,7 @@ A run is a folder with metrics or recorded rollouts (see `training/run_directory
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,12 +45,19 @@ class RunFolder:
         return self.folder / ROLLOUTS
 
     def config(self) -> RunConfig:
-        try:
-            # Some defaults are infinite, which is not JSON in a browser: flags are only shown, so keep the word.
-            content = json.loads((self.folder / CONFIG_FILE).read_bytes(), parse_constant=str)
-            return RunConfig(dict(content["flags"]), Path(str(content.get("cwd", ""))))
-        except (OSError, ValueError, KeyError, TypeError):
+        path = self.folder / CONFIG_FILE
+        if not path.is_file():  # a pipe in its place would block
             return RunConfig()
+        try:
+            content = json.loads(path.read_bytes(), parse_constant=str, parse_float=finite_or_text)
+            return RunConfig(dict(content["flags"]), Path(str(content.get("cwd", ""))))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return RunConfig()
+
+
+def finite_or_text(number: str) -> float | str:
+    """Return a number; an infinite one, which is not JSON in a browser, as text, because flags are only shown."""
+    return float(number) if math.isfinite(float(number)) else number
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[RunFolder]:

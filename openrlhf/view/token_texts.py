@@ -7,6 +7,7 @@ ids.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def _tokenizer_files(run: RunFolder) -> Iterator[Path]:
         name = config.flags.get(flag)
         if not isinstance(name, str) or not name:
             continue
-        yield config.folder / Path(name).expanduser() / TOKENIZER_FILE
+        yield config.folder / os.path.expanduser(name) / TOKENIZER_FILE  # unlike Path's, it accepts unknown users
         cached = _cached(name)
         if cached:
             yield cached

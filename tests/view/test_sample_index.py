@@ -171,6 +171,8 @@ def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
         json.dumps(record(1, 0, "x") | {"reward": None}),
         json.dumps(record(1, 0, "x") | {"action_mask": 5}),
         json.dumps(record(1, 0, "x") | {"prompt": {"index": 0}}),
+        json.dumps(record(1, 0, "") | {"input_ids": [-1], "action_mask": [True]}),
+        json.dumps(record(1, 0, "") | {"input_ids": [2**70], "action_mask": [True]}),
     ],
 )
 def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):
@@ -209,7 +211,7 @@ def test_samples_of_a_real_run_have_turns_tokens_and_log_probs(index, agent_run)
 
 
 def test_without_a_tokenizer_on_this_machine_there_are_no_texts(tmp_path):
-    run_dir = make_run(tmp_path / "made")
+    run_dir = make_run(tmp_path / "made", flags={"save_path": "~no-such-user/model"})
     for path in (tmp_path / "made").glob("tokenizer*"):
         path.unlink()
     (run,) = find_runs([run_dir])

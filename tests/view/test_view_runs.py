@@ -1,12 +1,14 @@
 """Runs are found below any folder that a user may name, and their metrics are read as they grow."""
 
 import json
+import os
 
 import pytest
 
 from openrlhf.errors import ConfigError
 from openrlhf.view.metrics import START, read_metrics
 from openrlhf.view.runs import _started, find_runs
+from openrlhf.view.viewer import records_of
 from tests.view.made_runs import make_run, write_metrics
 
 
@@ -49,11 +51,35 @@ def test_real_runs_have_curves_and_flags(agent_run, supervised_run):
         assert run.config().flags["save_path"] == str(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"flags": 1}'])
+DEEP = '{"flags": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"flags": 1}', DEEP], ids=["empty", "list", "cut", "number", "deep"])
 def test_a_damaged_config_is_empty(tmp_path, text):
     run_dir = make_run(tmp_path / "a")
     (run_dir / "config.json").write_text(text)
     assert find_runs([tmp_path])[0].config().flags == {}
+
+
+def test_infinite_flags_are_text(tmp_path):
+    run_dir = make_run(tmp_path / "a")
+    (run_dir / "config.json").write_text('{"flags": {"a": 1e999, "b": Infinity, "c": 0.5}}')
+    assert find_runs([tmp_path])[0].config().flags == {"a": "1e999", "b": "Infinity", "c": 0.5}
+
+
+def test_pipes_and_links_in_place_of_files_are_skipped(tmp_path):
+    """Opening a pipe would wait for someone to write to it."""
+    run_dir = make_run(tmp_path / "a")
+    first, second, third = sorted((run_dir / "rollouts").iterdir())
+    for path in (run_dir / "config.json", run_dir / "metrics.jsonl", first):
+        path.unlink()
+        os.mkfifo(path)
+    second.unlink()
+    second.symlink_to(second.name)
+    (run,) = find_runs([tmp_path])
+    assert run.config().flags == {}
+    assert read_metrics(run.metrics).curves == {}
+    assert [file.name for file in records_of(run).files()] == [third.name]
 
 
 def test_only_what_was_added_is_read(tmp_path):
