@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -67,7 +68,15 @@ def read_config(name: str, loading: LoadingFlags) -> PretrainedConfig:
     """Read a model's config.json, without its weights."""
     try:
         return AutoConfig.from_pretrained(**find_source(name, loading))
-    except (OSError, ValueError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        StrictDataclassError,
+    ) as error:
         raise cannot_load("model", name, error) from None
 
 

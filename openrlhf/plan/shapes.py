@@ -19,9 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.errors import ConfigError
+from openrlhf.models.agreement import FAILURES
 from openrlhf.models.experts import expert_modules
 from openrlhf.models.forward import Network
 from openrlhf.models.load import read_config
+from openrlhf.models.source import cannot_load
 from openrlhf.plan.flops import MatrixSizes
 
 ROUTERS = ("gate", "router")  # names of the modules that choose experts
@@ -64,7 +66,10 @@ def read_shape(name: str, loading: LoadingFlags, *, scalar: bool = False) -> Mod
     settings = read_config(name, loading)
     if getattr(settings, "quantization_config", None) and not loading.load_in_4bit:
         raise ConfigError(f"{name} is stored in quantised form, whose size in memory a plan does not know")
-    return shape_of(settings, scalar=scalar, trust_remote_code=loading.trust_remote_code)
+    try:
+        return shape_of(settings, scalar=scalar, trust_remote_code=loading.trust_remote_code)
+    except FAILURES as error:  # no common class: each model builds itself from numbers that nobody checked
+        raise cannot_load("model", name, error) from None
 
 
 def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_code: bool = False) -> ModelShape:
@@ -74,7 +79,9 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
         kind, settings = AutoModelForSequenceClassification, deepcopy(settings)
         settings.num_labels = 1
     with torch.random.fork_rng(devices=()), torch.device("meta"):  # building a model may draw random numbers
-        model: PreTrainedModel = kind.from_config(settings, trust_remote_code=trust_remote_code)
+        # config.json may name another implementation of attention, even one that Transformers downloads.
+        options = {"trust_remote_code": trust_remote_code, "attn_implementation": "eager"}
+        model: PreTrainedModel = kind.from_config(settings, **options)
     text: Any = settings.get_text_config()  # fields differ between families
     embedding, head = (
         getattr(module, "weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings())

@@ -1,10 +1,13 @@
 """Sizes from config.json alone: those of the real model, its adapters, and the active part of a mixture."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
+from openrlhf.errors import ConfigError
 from openrlhf.models.load import add_adapters
 from openrlhf.plan.shapes import read_shape, shape_of
 from tests.tiny import CONFIGS
@@ -62,3 +65,37 @@ def test_only_the_config_is_read_and_no_random_numbers_are_drawn(tmp_path):
 
 def test_latent_attention_caches_few_numbers():
     assert shape_of(SHAPES["deepseek-ai/DeepSeek-V3"]).cached == 512 + 64
+
+
+def write_config(folder, **changed):
+    settings = CONFIGS["llama"](vocab_size=VOCABULARY).to_dict() | changed
+    (folder / "config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def test_attention_that_config_json_names_is_not_loaded(tmp_path):
+    """Transformers would download it: `plan` runs nothing of a hub."""
+    name = write_config(tmp_path, attn_implementation="kernels-community/flash-attn2")
+    assert read_shape(name, ModelFlags()).parameters > 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": None},
+        {"hidden_size": "64"},
+        {"vocab_size": -5},
+        {"vocab_size": 10**18},
+        {"rope_parameters": {"rope_type": "no-such"}},
+    ],
+)
+def test_sizes_that_make_no_model_are_one_error(changed, tmp_path):
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        read_shape(write_config(tmp_path, **changed), ModelFlags())
+
+
+def test_a_config_that_nests_too_deeply_is_one_error(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        read_shape(str(tmp_path), ModelFlags())
