@@ -1,7 +1,6 @@
 """An environment server of the real package openenv, in a process of its own: exact tokens, rewards and training."""
 
 import asyncio
-import json
 import re
 import subprocess
 import sys

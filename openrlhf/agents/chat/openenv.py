@@ -183,9 +183,9 @@ class OpenEnvAgentExecutor(ChatExecutor):
 
 
 def open_session() -> ClientSession:
-    """Return an HTTP client that does not follow redirects, which could lead to addresses that only this machine reaches.
+    """Return an HTTP client that does not follow redirects, for which `ws_connect` has no parameter.
 
-    `ws_connect` has no parameter for that.
+    A redirect could lead to an address that only this machine can reach.
     """
     from aiohttp import ClientError, ClientSession, TraceConfig
 
