@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TypedDict
 
 import pyarrow.parquet as pq
+from pyarrow import ArrowException
 
 from openrlhf.config.sections.rl import RolloutFlags
-from openrlhf.errors import counted
+from openrlhf.errors import DataError, counted
 from openrlhf.monitor import LoggedSample, say
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.group_stream import GroupSamples
@@ -145,10 +146,13 @@ class Recorder:
 
 
 class Replay:
-    """Source of rollouts that another run recorded, in their original order; a place is the index of a file."""
+    """Source of rollouts that another run recorded, in their original order; a place is the index of a file.
 
-    def __init__(self, folder: Path) -> None:
-        self.files = step_files(folder)
+    `vocabulary` is the number of tokens that the policy knows.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self.files, self.vocabulary = step_files(folder), vocabulary
         if partial := describe_gaps(folder, self.files):
             say(f"--replay {folder} is a partial record: {partial}")
 
@@ -162,9 +166,27 @@ class Replay:
         """Do nothing: there is no work in progress to end."""
 
     async def take(self, number: int, place: int) -> Rollout:
-        trajectories = await asyncio.to_thread(read_samples, self.files[place])
+        trajectories = await asyncio.to_thread(self.read, self.files[place])
         version = min((item.version for item in trajectories), default=number)
         return Rollout(number, version, trajectories, place, next_place=place + 1)
+
+    def read(self, file: Path) -> list[Trajectory]:
+        """Return the samples of a file; raise DataError if it is damaged, or does not fit the policy."""
+        try:
+            items = read_samples(file)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, ArrowException) as error:
+            raise DataError(f"--replay {file} cannot be read: {error}") from None
+        for item in items:
+            arrays = (item.input_ids, item.action_mask, item.rollout_log_probs, item.token_versions)
+            if len({len(array) for array in arrays}) > 1 or not len(item.input_ids):
+                raise DataError(f"--replay {file} is damaged: the arrays of a sample differ in length, or are empty")
+            unknown = item.input_ids[(item.input_ids < 0) | (item.input_ids >= self.vocabulary)]
+            if len(unknown):
+                raise DataError(
+                    f"--replay {file} has the token {unknown[0]}: expected one of the policy's {self.vocabulary} tokens",
+                    try_this="the record of a run with the same model",
+                )
+        return items
 
 
 def describe_gaps(folder: Path, files: Sequence[Path]) -> str:

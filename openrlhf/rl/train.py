@@ -24,7 +24,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_prompts
 from openrlhf.errors import RolloutError, counted
 from openrlhf.event_loop import run_async
-from openrlhf.models.load import load_tokenizer
+from openrlhf.models.load import load_tokenizer, read_config
 from openrlhf.monitor import Monitor, Sink, say
 from openrlhf.rl.build import scoring_batches, training_batches
 from openrlhf.rl.checkpoints import Saver, load_state, save_models
@@ -32,7 +32,7 @@ from openrlhf.rl.controller import Controller
 from openrlhf.rl.dry_run import build_tested_executor
 from openrlhf.rl.local import open_local
 from openrlhf.rl.record import Recorder, Replay
-from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
+from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, RolloutSource
 from openrlhf.rl.state import State
 from openrlhf.rl.workers import Runtime
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
@@ -165,11 +165,14 @@ def build_controller(
     """
     config, tokenizer, workers = prepared.config, prepared.tokenizer, runtime.workers
     layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id, sharing=sharing_limit > 0)
-    live = GeneratedRollouts(prepared.order, runtime.engine, executor, workers, config, state.stream)
+    source: RolloutSource = GeneratedRollouts(prepared.order, runtime.engine, executor, workers, config, state.stream)
+    if config.rollout.replay:
+        policy = read_config(str(config.model.pretrain), config.model).get_text_config()
+        source = Replay(Path(config.rollout.replay).expanduser(), max(policy.vocab_size, len(tokenizer)))
     return Controller(
         config,
         state,
-        source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
+        source=source,
         engine=runtime.engine,
         executor=executor,
         workers=workers,

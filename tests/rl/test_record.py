@@ -3,17 +3,21 @@
 import asyncio
 import json
 import math
+import re
 import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.data.collate import Layout
+from openrlhf.errors import DataError
 from openrlhf.rl import sample_files
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
@@ -82,7 +86,7 @@ def test_samples_are_restored(tmp_path, monkeypatch):
 def test_records_of_older_versions_can_be_replayed(tmp_path):
     (tmp_path / "step_000001.jsonl").write_text(old_line(ITEM) + old_line(replace(ITEM, version=5)))
     write_samples(tmp_path / "step_000002.parquet", [ITEM], {})
-    replay = Replay(tmp_path)
+    replay = Replay(tmp_path, 1000)
     first, second = (asyncio.run(replay.take(number, number)) for number in (0, 1))
     assert plain(second.trajectories) == plain([ITEM])
     assert plain(first.trajectories[0]) == plain(ITEM)
@@ -119,7 +123,7 @@ def test_recorded_samples_can_be_replayed(tmp_path):
     assert (row["step"], row["response"]) == (1, "3 4 5")
     assert row["advantages"] == [0, 0, THIRD, 0, -1]
 
-    replay = Replay(tmp_path / "rollouts")
+    replay = Replay(tmp_path / "rollouts", 1000)
     assert len(replay) == 2
     first, second = (asyncio.run(replay.take(number, number)) for number in (0, 1))
     assert plain(first.trajectories) == plain([ITEM])
@@ -226,7 +230,40 @@ def test_a_replay_says_what_a_partial_record_lacks(tmp_path, capsys):
     recorder.limit = 0
     recorder.write(7, groups)
     capsys.readouterr()
-    assert len(Replay(tmp_path / "rollouts")) == 4
+    assert len(Replay(tmp_path / "rollouts", 1000)) == 4
     folder = tmp_path / "rollouts"
     told = "50% of the groups, 2 steps missing, recording stopped before step 7"
     assert capsys.readouterr().err == f"openrlhf: --replay {folder} is a partial record: {told}\n"
+
+
+def with_column(name, values):
+    """Return a function that changes a column of a recorded file."""
+
+    def change(file):
+        table = pq.read_table(file)
+        place, column = table.schema.get_field_index(name), table.column(name)
+        pq.write_table(table.set_column(place, name, pa.array([values] * len(table), column.type)), file)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda file: file.write_bytes(b""), "cannot be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "cannot be read"),
+        (lambda file: pq.write_table(pq.read_table(file).drop_columns("action_mask"), file), "cannot be read"),
+        (with_column("extra_logs", "[" * 100_000), "cannot be read"),
+        (with_column("action_mask", [True]), "is damaged"),
+        (with_column("input_ids", [1, 2, 3, 4, 10]), "has the token 10: expected one of the policy's 10 tokens"),
+        (with_column("input_ids", [1, -2, 3, 4, 5]), "has the token -2"),
+    ],
+    ids=["empty", "cut", "no mask", "deep", "lengths", "unknown token", "negative token"],
+)
+def test_a_record_that_cannot_be_replayed_is_one_error(change, complaint, tmp_path):
+    """Without a check, a token of another model ends a run on a GPU with an assertion of CUDA."""
+    Recorder(tmp_path, decode=str).write(1, experience(ITEM))
+    file = tmp_path / "rollouts" / "step_000001.parquet"
+    change(file)
+    with pytest.raises(DataError, match=re.escape(str(file)) + ".* " + complaint):
+        asyncio.run(Replay(tmp_path / "rollouts", 10).take(0, 0))
