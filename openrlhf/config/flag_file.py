@@ -36,12 +36,21 @@ def read_flag_file(path: Path, known: Collection[str]) -> list[FileEntry]:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise ConfigError(f"--config {path} is not YAML: {line}{error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or a date such as 2026-13-01
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise too_deep(path) from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config {path} contains no flags", try_this="lines such as `pretrain: ./model`")
-    lines = lines_of_keys(node)
-    return [FileEntry(name, value, lines.get(name)) for name, value in flatten(content, known)]
+    try:
+        lines = lines_of_keys(node)
+        return [FileEntry(name, value, lines.get(name)) for name, value in flatten(content, known)]
+    except RecursionError:  # an alias for an object that contains it
+        raise too_deep(path) from None
+
+
+def too_deep(path: Path) -> ConfigError:
+    return ConfigError(f"--config {path} nests too deeply", try_this="lines such as `pretrain: ./model`")
 
 
 def flatten(content: Mapping[str, object], known: Collection[str], prefix: str = "") -> list[tuple[str, object]]:

@@ -215,6 +215,9 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flags(file):
     [
         ("a: [1", "is not YAML: line 1: expected ',' or ']'"),
         ("seed: 1\nds:\n  a: 1\n b: 2\n", "is not YAML: line 4: "),
+        ("pretrain: 2026-13-01", "is not YAML: month must be in 1..12"),
+        ("pretrain: " + "[" * 20_000, "nests too deeply"),
+        ("ds: &ds\n  a: *ds\n", "nests too deeply"),
         ("just words", "contains no flags"),
         ("", "contains no flags"),
         ("- a\n- b", "contains no flags"),
