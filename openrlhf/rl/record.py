@@ -183,7 +183,7 @@ class Replay:
             unknown = item.input_ids[(item.input_ids < 0) | (item.input_ids >= self.vocabulary)]
             if len(unknown):
                 raise DataError(
-                    f"--replay {file} has the token {unknown[0]}: expected one of the policy's {self.vocabulary} tokens",
+                    f"--replay {file} has the token {unknown[0]}: the policy has {self.vocabulary}",
                     try_this="the record of a run with the same model",
                 )
         return items
