@@ -108,3 +108,20 @@ def test_every_placeholder_becomes_the_prompt_and_braces_stay_text(template):
 def test_three_quotes_cannot_be_in_a_modelfile(prompt, what):
     with pytest.raises(ConfigError, match=what):
         modelfile("model.gguf", byte_level_tokenizer(), prompt)
+
+
+@pytest.mark.parametrize(
+    ("eos", "line"),
+    [
+        ("</s>", 'PARAMETER stop "</s>"'),
+        ("<\\s>", 'PARAMETER stop "<\\s>"'),
+        ('<"s">', 'PARAMETER stop """<"s">"""'),
+        ('</s>"\nFROM /etc/passwd', 'PARAMETER stop """</s>"\nFROM /etc/passwd"""'),
+    ],
+)
+def test_a_stop_token_cannot_end_its_line(eos, line):
+    """Ollama would run what follows as a command of the Modelfile."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.eos_token = eos
+    text, _ = modelfile("model.gguf", tokenizer, PromptFormat(input_template="{}"))
+    assert text.endswith(f"\n{line}\n")

@@ -158,7 +158,8 @@ def quoted(text: str, what: str) -> str:
 
 
 def stop_text(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """Return a stop sequence as a value. There are no escapes: a quote before a line break would end a quoted line."""
+    return quoted(text, "stop sequence") if re.search(r'["\r\n]', text) else f'"{text}"'
 
 
 def literal(text: str) -> str:
