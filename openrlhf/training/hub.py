@@ -81,6 +81,7 @@ def push_folder(folder: Path, flags: HubFlags) -> None:
     with explained_failures(folder, flags):
         ask_hub()
         api = HfApi()
+        files = model_files(folder)
         repository = api.create_repo(flags.push_to_hub, private=flags.hub_private or None, exist_ok=True)
         public = flags.hub_private and is_public(repository.repo_id)  # one that existed keeps its visibility
     if public:
@@ -93,7 +94,7 @@ def push_folder(folder: Path, flags: HubFlags) -> None:
         api.upload_folder(
             repo_id=repository.repo_id,
             folder_path=folder,
-            allow_patterns=model_files(folder),
+            allow_patterns=files,
             commit_message="Upload model with OpenRLHF",
         )
     say(f"uploaded {folder} to {repository}")
@@ -106,7 +107,14 @@ def model_files(folder: Path) -> list[str]:
     """
     files = [path for path in folder.iterdir() if path.is_file()]
     files += [path for name in MODEL_SUBFOLDERS for path in (folder / name).glob("*")]
-    kept = (path for path in files if not path.name.startswith(".") and path.name != EDITED_CARD)
+    kept = [path for path in files if not path.name.startswith(".") and path.name != EDITED_CARD]
+    inside = (folder.resolve(), folder.resolve().parent.parent / "blobs")  # the hub's cache stores files in `blobs`
+    for path in kept:
+        if not any(path.resolve().is_relative_to(place) for place in inside):
+            raise HubError(
+                f"{path} leads out of the folder, to {path.resolve()}, so nothing was uploaded",
+                try_this="a copy of the file in its place, if everyone who can read the repository may have it",
+            )
     return sorted(str(path.relative_to(folder)) for path in kept)
 
 

@@ -105,3 +105,23 @@ def test_without_a_network_the_run_is_saved_and_says_how_to_upload(hub, sft, mon
     assert "the hub cannot be reached now" in error
     assert "Try: openrlhf export --pretrain out --push_to_hub org/name" in error
     assert (Path("out") / "model.safetensors").exists()
+
+
+def test_links_that_lead_out_of_the_folder_are_not_uploaded(hub, tmp_path):
+    """A folder of someone else could name files of this user, which would then be public."""
+    (tmp_path / "key").write_text("secret")
+    folder = tmp_path / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "copy.json").symlink_to("config.json")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1f").write_text("weights")
+    (folder / "model.safetensors").symlink_to("../../blobs/1f")  # as in the hub's cache
+    (folder / "notes.txt").symlink_to(tmp_path / "key")
+    flags = HubFlags(push_to_hub="name")
+    with pytest.raises(HubError, match=r"notes\.txt leads out of the folder, to .*key, so nothing was uploaded"):
+        push_folder(folder, flags)
+    assert not hub.files
+    (folder / "notes.txt").unlink()
+    push_folder(folder, flags)
+    assert hub.files["someone/name"].keys() == {"config.json", "copy.json", "model.safetensors"}
