@@ -7,7 +7,6 @@ it is, which is also how an upload that failed after training is repeated.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network
 from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.models.load import DTYPES, load_causal_lm, load_scalar_model, load_tokenizer, read_config
-from openrlhf.models.merge import CPU, FULL, TASKS, merge_adapter
+from openrlhf.models.merge import CPU, FULL, TASKS, adapter_settings, merge_adapter
 from openrlhf.monitor import say
 from openrlhf.training.atomic_folder import exporting, remove_leftovers
 from openrlhf.training.card_example import Kind
@@ -84,17 +83,16 @@ class AdapterBase:
 def adapter_base(folder: str) -> AdapterBase | None:
     """Return the base of an adapter; None if the folder holds a model, or is a hub name."""
     path = Path(folder).expanduser()
-    settings = path / "adapter_config.json"
-    if not settings.is_file() or (path / "config.json").is_file():
+    if not (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
         return None
-    saved = json.loads(settings.read_text(encoding="utf-8"))
+    saved = adapter_settings(path)
     base = str(saved.get("base_model_name_or_path"))
     if looks_local(base) and not Path(base).expanduser().exists():
         raise ConfigError(
             f"--pretrain {folder} is an adapter of {base}, which does not exist",
             try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {folder} --output_path MERGED",
         )
-    return AdapterBase(base, TASKS.get(saved.get("task_type"), False))
+    return AdapterBase(base, TASKS.get(str(saved.get("task_type")), False))
 
 
 def load_source(name: str, dtype: torch.dtype) -> SourceModel:

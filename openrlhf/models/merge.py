@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.checks.paths import is_here, split_revision
 from openrlhf.config.sections.model import LoadingFlags
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.errors import ConfigError, counted
+from openrlhf.models.agreement import FAILURES
 from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
 from openrlhf.models.heads import SCALAR_HEAD, add_missing_embeddings
 from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
@@ -35,11 +38,10 @@ def merge_adapter(
 
     The base is loaded unquantised, even if the adapter was trained on a 4-bit base.
     """
-    path = adapter / "adapter_config.json"
-    if not path.is_file():
+    if not (adapter / "adapter_config.json").is_file():
         raise ConfigError(f"--lora_path {adapter}: expected a local folder with an adapter_config.json, found none")
-    settings: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
-    check_kind(adapter, settings.get("task_type"), is_rm=is_rm)
+    settings = adapter_settings(adapter)
+    check_kind(adapter, str(settings.get("task_type")), is_rm=is_rm)
     base = choose_revision(base, adapter, settings)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
     # Besides weights, the adapter folder of a reward model stores the name of its head and statistics of its scores.
@@ -57,7 +59,18 @@ def merge_adapter(
     return merged.to(dtype), tokenizer
 
 
-def check_kind(adapter: Path, task: str | None, *, is_rm: bool) -> None:
+def adapter_settings(adapter: Path) -> dict[str, Any]:
+    """Return the content of an adapter's adapter_config.json; raise ConfigError if it is not an object."""
+    try:
+        found = parse_json((adapter / "adapter_config.json").read_bytes())
+    except (OSError, InvalidJSON) as error:
+        raise ConfigError(f"{adapter}/adapter_config.json cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{adapter}/adapter_config.json is not a JSON object")
+    return found
+
+
+def check_kind(adapter: Path, task: str, *, is_rm: bool) -> None:
     """Reject an adapter whose kind does not match --is_rm."""
     if task not in TASKS or TASKS[task] == is_rm:
         return
@@ -68,12 +81,12 @@ def check_kind(adapter: Path, task: str | None, *, is_rm: bool) -> None:
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
 
 
-def choose_revision(base: str, adapter: Path, settings: Mapping[str, str | None]) -> str:
+def choose_revision(base: str, adapter: Path, settings: Mapping[str, Any]) -> str:
     """Append the commit that the adapter was trained on to the base's hub name, unless a revision is given.
 
     Print a line if the adapter was trained on a model of another name, which may have other weights.
     """
-    trained, commit = settings.get("base_model_name_or_path"), settings.get("revision")
+    trained, commit = str(settings.get("base_model_name_or_path") or ""), settings.get("revision")
     given = split_revision(base)[0]
     if trained and trained != given and Path(trained).expanduser().resolve() != Path(given).expanduser().resolve():
         say(
@@ -93,7 +106,7 @@ def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedM
     misfit = f"{adapter} does not fit {base}: expected the model that the adapter was trained on."
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter))
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (*FAILURES, re.error) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(f"{misfit} {lines[min(1, len(lines) - 1)]}" if lines else misfit) from None
     weights = adapter / "adapter_model.safetensors"

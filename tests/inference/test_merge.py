@@ -9,6 +9,8 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from openrlhf.errors import ConfigError
+from openrlhf.models.merge import merge_adapter
 from tests.commands import FAST, run_command
 from tests.tiny import make_model
 from tests.toy_data import ANSWERS, PAIRS, answers, pairs, write_rows
@@ -123,6 +125,31 @@ def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     assert "expected a local folder with an adapter_config.json" in error_line(capfd, models(), "org/adapter")
     assert "has no adapter_config.json" in error_line(capfd, models(), models())
     assert "is the same as --model_path" in error_line(capfd, models(), folder, output_path=models())
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "adapter_config.json cannot be read"),
+        ("[" * 100_000, "adapter_config.json cannot be read"),
+        ("[1]", "adapter_config.json is not a JSON object"),
+        ({"r": "x"}, "does not fit"),
+        ({"target_modules": "(("}, "does not fit"),
+        ({"base_model_name_or_path": 5}, "does not fit"),
+        ({"task_type": ["x"]}, "does not fit"),
+        (
+            {"target_modules": ["q_proj"], "megatron_config": {"a": 1}, "megatron_core": "this"},
+            "does not start with a valid prefix",
+        ),
+    ],
+    ids=["cut", "deep", "list", "rank", "pattern", "base", "task", "module"],
+)
+def test_a_hostile_adapter_config_is_one_error(text, complaint, models, tmp_path):
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["none"]}
+    content = text if isinstance(text, str) else json.dumps(settings | text)
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=complaint):
+        merge_adapter(models(), tmp_path, is_rm=False, dtype=torch.float32)
 
 
 def test_a_base_of_another_name_is_reported(adapter, models, capfd):
