@@ -145,6 +145,13 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--ring_attn_size 2 x --ds_tensor_parallel_size 1|number of processes (1)",
     ),
     ("outputs_can_be_written", "train_sft", "--save_path ./data.jsonl", "--save_path ./data.jsonl|is a file"),
+    (
+        "outputs_can_be_written",
+        "train_sft",
+        f"--ckpt_path {'x' * 225}",
+        "--ckpt_path|too long|at most 224 bytes, got 225",
+    ),
+    ("outputs_can_be_written", "train_sft", f"--save_path {'x' * 300}/a", "--save_path|File name too long"),
     ("template_has_a_placeholder", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
     ("numbers_are_in_range", "train_ppo", "--temperature 0", "--temperature is 0.0|above 0|nothing is explored"),
     ("margins_need_the_sigmoid_loss", "train_rm", "--margin_loss --loss logexp", "--loss logexp|Try: --loss sigmoid"),

@@ -13,6 +13,8 @@ from openrlhf.errors import ConfigError
 
 MODEL_FLAGS = ("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "teacher_model", "model_path")
 OUTPUT_FLAGS = ("save_path", "ckpt_path", "run_dir")
+# Bytes: file systems allow 255, and temporary folders have longer names: see `training/atomic_folder.py`.
+LONGEST_NAME = 255 - len("._critic.exporting-0123456789ab")
 DATA_FLAGS = ("dataset", "eval_dataset", "prompt_data")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
 
@@ -138,7 +140,12 @@ def outputs_can_be_written(config: object) -> None:
 def must_be_writable(flag: str, item: str) -> None:
     """Reject an output folder that cannot be created or written to."""
     folder = Path(item).expanduser()
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+        raise ConfigError(f"--{flag} {item}: the name is too long: expected at most {LONGEST_NAME} bytes, got {length}")
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # such as another part that is too long
+        raise ConfigError(f"--{flag} {item}: {error.strerror}") from None
     if not nearest.is_dir():
         raise ConfigError(f"--{flag} {item}: {nearest} is a file, not a folder to write to")
     if not os.access(nearest, os.W_OK):
