@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from sessions import Scripted, numbered, prompt, run_all
+from sessions import WATCHDOG, Scripted, numbered, params, prompt, run_all
 
 from openrlhf.config.in_memory import held
 
@@ -167,3 +167,39 @@ def test_a_plain_function_of_a_python_caller_may_run_in_threads(build):
     with held("score", score) as name:
         executor = build(remote_rm_url=name, reward_concurrency=3)
     assert rewards(run_all(executor, groups(3))) == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.slow(seconds=4)
+def test_calls_do_not_overtake_the_code_that_they_need(build, write, monkeypatch, capfd):
+    """Calls that reached a process before its file did failed there, and were retried after --reward_timeout."""
+    connect = asyncio.open_unix_connection
+
+    async def connect_slowly(*given, **named):
+        connected = await connect(*given, **named)
+        await asyncio.sleep(0.3)
+        return connected
+
+    file = write(
+        """
+        import asyncio
+
+        async def reward_func(queries, prompts, labels):
+            await asyncio.sleep(2)  # longer than all calls take to arrive, so that both processes get some
+            return [1.0] * len(queries)
+        """
+    )
+    executor = build(processes=2, remote_rm_url=file, reward_timeout=8.0)
+    monkeypatch.setattr(asyncio, "open_unix_connection", connect_slowly)
+
+    async def go():
+        try:
+            jobs = []
+            for index in range(100):
+                jobs.append(asyncio.ensure_future(executor.run_group(prompt(index=index), params(1), [Scripted("a")])))
+                await asyncio.sleep(0.01)
+            return await asyncio.wait_for(asyncio.gather(*jobs), WATCHDOG)
+        finally:
+            await executor.close()
+
+    assert [group.trajectories[0].reward for group in asyncio.run(go())] == [1.0] * 100
+    assert "Traceback" not in capfd.readouterr().err

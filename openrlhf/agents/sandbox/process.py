@@ -76,8 +76,9 @@ class WorkerProcess(WorkerHandle):
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=descriptors,
             )
-        _, self.writer = await asyncio.open_unix_connection(sock=calls)
+        _, writer = await asyncio.open_unix_connection(sock=calls)
         reader, reply_writer = await asyncio.open_unix_connection(sock=replies)
+        self.writer = writer  # from here to the unsent messages without a pause: a later one must not overtake them
         if self.killed:  # killed before its process id was known
             self.kill()
         else:
