@@ -1,6 +1,7 @@
 """Concurrent calls of a reward function: async on the worker's event loop, plain in the worker's threads."""
 
 import asyncio
+import resource
 import threading
 
 import pytest
@@ -203,3 +204,22 @@ def test_calls_do_not_overtake_the_code_that_they_need(build, write, monkeypatch
 
     assert [group.trajectories[0].reward for group in asyncio.run(go())] == [1.0] * 100
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow(seconds=2)
+def test_a_worker_may_have_as_many_connections_as_the_system_allows(build, write):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    file = write(
+        """
+        import resource
+
+        def reward_func(queries, prompts, labels):
+            return [float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])] * len(queries)
+        """
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        (group,) = run_all(build(remote_rm_url=file), [(prompt(), [Scripted("a")])])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert group.trajectories[0].reward == limits[1]

@@ -14,12 +14,14 @@ import inspect
 import json
 import os
 import pickle
+import resource
 import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,9 @@ def describe_place(frame: traceback.FrameSummary) -> str:
 def main(calls: int, replies: int, parent: int) -> None:
     """Run the worker on two socket descriptors; `parent` is the trainer's process id."""
     die_with(parent)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS limits it further
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # agents have connections: often 1,024 are allowed
     for descriptor in (calls, replies):
         os.set_inheritable(descriptor, False)
     asyncio.run(ProcessWorker(socket.socket(fileno=replies)).serve(socket.socket(fileno=calls)))
