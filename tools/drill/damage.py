@@ -126,7 +126,7 @@ def drill_disks(folder: Path, at_a_time: int = 2) -> Outcome:
             raise Lost(f"exit code {code} although there is room: {programs.last_line(here)}")
         if code:
             must_refuse(here, code)
-        trained = "step/s" in programs.read_output(here)
+        trained = "s/step" in programs.read_output(here)
         saved = [path for path in here.rglob("model.safetensors") if path.read_bytes() == weights]
         if trained and not saved:
             raise Lost(f"the trained model is nowhere: {programs.last_line(here)}")
