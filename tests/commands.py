@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from openrlhf.config.metrics import find_metric
+from tests.metric_tables import find_metric
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[1]  # of the repository
@@ -108,7 +108,7 @@ def free_port():
 
 
 def unlisted_metrics(command, run_dir, extra_logs=()):
-    """Return the names in a run's metrics.jsonl that the table of metrics does not explain."""
+    """Return the names in a run's metrics.jsonl that docs/metrics.md does not explain."""
     path = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {"kind", "step", *extra_logs}

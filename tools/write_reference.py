@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args, get_origin
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import Flag, flags_of, summary_of, typical_use, without_none
 from openrlhf.config.help import default_text
-from openrlhf.config.metrics import RL, SECTIONS, SUPERVISED, Metric
 
 DOCS = Path(__file__).parents[1] / "docs"
 GENERATED = "<!-- Written by tools/write_reference.py; do not edit. -->"
@@ -20,13 +19,6 @@ FLAGS_INTRODUCTION = """
 Every flag of every command. **Bold** flags are the essential ones, which `--help` shows; `--help all` shows all of
 them, and `--help FLAG` also lists older and dotted spellings. A switch needs no value. In a YAML file (`--config`),
 write the names without dashes."""
-METRICS_INTRODUCTION = """
-A run appends its metrics to `metrics.jsonl` in `--run_dir` (by default `SAVE_PATH/run`): one JSON object per line, with
-`kind` (train or eval), `step` and the values. TensorBoard and Weights & Biases get them as `train/...` and `eval/...`.
-Reward functions and agents can log more with `extra_logs`, under names that they choose.
-
-When the numbers look wrong, a run prints a line once, with advice: rewards that do not differ, truncated
-responses, a KL or a gradient norm far too high, a collapsed entropy, a loss that does not fall."""
 VALUES: Mapping[object, str] = {int: "integer", float: "number", str: "text"}
 
 
@@ -79,27 +71,6 @@ def allowed_values(item: Flag) -> str:
     return f"{text}, {item.within.wanted.partition(':')[0]}" if item.within else text
 
 
-def metrics_page() -> str:
-    """The metric reference: one table per subject."""
-    lines = ["# Metrics", GENERATED, METRICS_INTRODUCTION]
-    for title, metrics in SECTIONS.items():
-        lines += [f"\n## {title}\n", "| metric | commands | meaning | healthy |", "|---|---|---|---|"]
-        lines += [
-            f"| `{metric.name}` | {named_commands(metric)} | {metric.meaning} | {metric.healthy} |"
-            for metric in metrics
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def named_commands(metric: Metric) -> str:
-    """The commands as words: sft, rm, ..."""
-    if metric.commands == (*SUPERVISED, *RL):
-        return "all"
-    if metric.commands == SUPERVISED:
-        return "supervised"
-    return ", ".join(name.removeprefix("train_") for name in metric.commands)
-
-
 def scale_page() -> str:
     """The page on memory: the part that people write, then tables of plans."""
     from tools.scale_page import tables as page  # imports PyTorch and Transformers
@@ -108,7 +79,7 @@ def scale_page() -> str:
     return f"{written}{GENERATED_BELOW}\n\n{page()}"
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "scale.md": scale_page}
+PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "scale.md": scale_page}
 
 
 def main() -> None:

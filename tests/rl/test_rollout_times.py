@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from openrlhf.config.metrics import find_metric
 from openrlhf.rl.rollout_times import RolloutTimes, describe
 from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
 from openrlhf.rollout.usage import UsageClock
+from tests.metric_tables import find_metric
 from tests.rl.stand_ins import EchoEngine
 
 
