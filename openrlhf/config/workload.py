@@ -28,6 +28,7 @@ from openrlhf.config.runtime import (
     uses_vllm,
 )
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.config.worker_groups import COLOCATED, GroupPlan, plan_groups
 
 
@@ -74,22 +75,14 @@ class Workload:
     groups: tuple[WorkGroup, ...]
     loading: ModelFlags
     lora: LoraFlags
+    sharding: ShardingFlags
     train_tokens: int  # tokens of a training micro-batch
     score_tokens: int  # tokens of a forward-only micro-batch
     sequence: int  # tokens of the longest sequence
     micro_batches: int  # per device and optimizer step
     step_samples: int  # sequences of an optimizer step, over all devices
     by_tokens: bool = False  # micro-batches are limited by tokens instead of samples
-    zero_stage: int = 0
     always_deepspeed: bool = False  # also in one process
-    fsdp: bool = False
-    adam_offload: bool = False
-    recompute: bool = False  # gradient checkpointing
-    compiled: bool = False
-    ring: int = 1
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    secondary_shards: int = 1  # ZeRO++ hpZ
     muon: bool = False
     sleeps: bool = False  # trained models leave the device while idle
     engine: WorkEngine | None = None  # None in supervised commands
@@ -100,6 +93,10 @@ class Workload:
     logs_entropy: bool = False
     moving_average: bool = False
     distils: bool = False
+
+    @property
+    def fsdp(self) -> bool:
+        return self.sharding.backend == "fsdp"
 
     @property
     def trains_policy(self) -> bool:
@@ -182,26 +179,17 @@ def rl_workload(config: RLConfig) -> Workload:
 
 def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int) -> Workload:
     """Return the part of a workload that does not depend on the kind of command."""
-    sharding = config.sharding
     return Workload(
         groups=(group,),
         loading=config.model,
         lora=config.lora,
+        sharding=config.sharding,
         train_tokens=tokens,
         score_tokens=tokens,
         sequence=sequence,
         micro_batches=1,
         step_samples=1,
-        zero_stage=sharding.zero_stage,
-        always_deepspeed=config.checkpoints.use_ds_universal_ckpt or sharding.backend == "deepspeed",
-        fsdp=sharding.backend == "fsdp",
-        adam_offload=sharding.adam_offload,
-        recompute=sharding.gradient_checkpointing,
-        compiled=bool(sharding.deepcompile),
-        ring=sharding.ring_attn_size,
-        tensor_parallel=sharding.ds_tensor_parallel_size,
-        expert_parallel=sharding.expert_parallel_size,
-        secondary_shards=sharding.zpg,
+        always_deepspeed=config.checkpoints.use_ds_universal_ckpt or config.sharding.backend == "deepspeed",
         muon=config.optimizer.optim == "muon",
     )
 

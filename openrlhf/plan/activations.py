@@ -33,14 +33,14 @@ def saved_per_token(place: ModelPlace) -> float:
         return 2 * FP32 * hidden + adapters + attention + 3 * width * mlp + routed
     if place.adapted:
         return 2 * (FP32 + width) * hidden + attention + 4 * width * mlp + routed
-    if place.work.compiled:
+    if place.work.sharding.deepcompile:
         return 4 * width * hidden + attention + 3 * width * mlp + routed
     return 2 * (FP32 + 2 * width) * hidden + attention + 4 * width * mlp + routed
 
 
 def tokens_per_device(place: ModelPlace, tokens: int) -> float:
     """Return the tokens of a micro-batch that one process computes; the processes of a ring share a micro-batch."""
-    return tokens / place.work.ring
+    return tokens / place.work.sharding.ring_attn_size
 
 
 def head_bytes(place: ModelPlace, tokens: float, *, training: bool) -> float:
@@ -81,9 +81,9 @@ def training_terms(place: ModelPlace) -> list[Term]:
     """
     work, tokens = place.work, tokens_per_device(place, place.work.train_tokens)
     layer = tokens * saved_per_token(place)
-    gradients = 0.0 if work.adam_offload and not place.on_cpu else gradient_bytes(place)
+    gradients = 0.0 if work.sharding.adam_offload and not place.on_cpu else gradient_bytes(place)
     head = head_bytes(place, tokens, training=True)
-    if work.recompute:  # the input of each layer, and everything of the one that is recomputed
+    if work.sharding.gradient_checkpointing:  # the input of each layer, and everything of the one that is recomputed
         saved = place.shape.layers * tokens * place.width * place.shape.hidden
         start = [saved + layer, 0.0] if layer > head else [saved, head]
     else:

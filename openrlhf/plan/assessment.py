@@ -164,23 +164,24 @@ def remedy(plan: Assessment) -> list[FlagChange]:
 
 def changes(work: Workload, machine: Machine) -> Iterator[tuple[str, Workload, bool]]:
     """Yield the changes of flags that may save memory, and whether they change what is learned."""
-    several = work.groups[0].devices > 1
-    sharded = work.fsdp or (several and work.zero_stage == 3)
-    if not work.recompute:
-        yield "--gradient_checkpointing", replace(work, recompute=True), False
+    several, sharding = work.groups[0].devices > 1, work.sharding
+    sharded = work.fsdp or (several and sharding.zero_stage == 3)
+    if not sharding.gradient_checkpointing:
+        yield "--gradient_checkpointing", replace(work, sharding=replace(sharding, gradient_checkpointing=True)), False
     if work.train_tokens > work.sequence:
         half = max(work.sequence, work.train_tokens // 2)
         name = "--train_max_tokens_per_gpu" if work.by_tokens else "--micro_train_batch_size"
         value = half if work.by_tokens else max(1, half // work.sequence)
         smaller = replace(work, train_tokens=half, micro_batches=work.micro_batches * 2)
         yield f"{name} {value}", smaller, False
-    if several and not sharded and not work.loading.load_in_4bit and not work.compiled:
-        yield "--zero_stage 3", replace(work, zero_stage=3), False
-    if not work.adam_offload and machine.gpu is not None and (not several or work.fsdp or work.zero_stage >= 1):
-        yield "--adam_offload", replace(work, adam_offload=True), False
+    if several and not sharded and not work.loading.load_in_4bit and not sharding.deepcompile:
+        yield "--zero_stage 3", replace(work, sharding=replace(sharding, zero_stage=3)), False
+    if not sharding.adam_offload and machine.gpu is not None and (not several or work.fsdp or sharding.zero_stage >= 1):
+        yield "--adam_offload", replace(work, sharding=replace(sharding, adam_offload=True)), False
     yield from offloading(work)
-    if several and work.train_tokens <= work.sequence and work.groups[0].devices % (2 * work.ring) == 0:
-        yield f"--ring_attn_size {2 * work.ring}", replace(work, ring=2 * work.ring), False
+    ring = 2 * sharding.ring_attn_size
+    if several and work.train_tokens <= work.sequence and work.groups[0].devices % ring == 0:
+        yield f"--ring_attn_size {ring}", replace(work, sharding=replace(sharding, ring_attn_size=ring)), False
     yield from engine_changes(work, machine)
     names = "" if work.lora.lora_rank else f"--lora_rank {ADAPTER_RANK}"
     adapted = replace(work, lora=replace(work.lora, lora_rank=work.lora.lora_rank or ADAPTER_RANK))

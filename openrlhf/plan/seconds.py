@@ -141,7 +141,8 @@ def training(place: ModelPlace, machine: Machine) -> list[tuple[str, float]]:
         sizes = replace(
             sizes, trained=place.trained, frozen=sizes.trained, trained_head=0.0, frozen_head=sizes.trained_head
         )
-    reached = (COMPILED if work.compiled else PLAIN) * (RECOMPUTED if work.recompute else 1.0)
+    reached = COMPILED if work.sharding.deepcompile else PLAIN
+    reached *= RECOMPUTED if work.sharding.gradient_checkpointing else 1.0
     reached *= ADAPTED if place.adapted else 1.0
     flops = step_flops(sizes, StepSize(tokens, tokens * work.sequence / 2, targets)) / place.group.devices
     compute = flops / (reached * gpu.teraflops * 1e12)
@@ -149,7 +150,7 @@ def training(place: ModelPlace, machine: Machine) -> list[tuple[str, float]]:
     passes = (LINK, sending) if sending > compute else (COMPUTE, compute)  # they overlap
     shards = place.ranks if place.stage >= 1 else 1
     update = (BANDWIDTH, UPDATE_BYTES * place.trained / shards / (REACHED_BANDWIDTH * gpu.bandwidth * GIGA))
-    if work.adam_offload:
+    if work.sharding.adam_offload:
         update = (HOST, HOST_UPDATE * place.trained / shards)
     asleep = (HOST_LINK, 2 * moved_bytes(place) / (gpu.host * GIGA) if place.model.role == "critic" else 0.0)
     steps = work.optimizer_steps
@@ -163,7 +164,7 @@ def collective_bytes(place: ModelPlace) -> float:
     if place.fsdp:  # weights twice per micro-batch, even if activations are recomputed, and gradients in fp32
         moved = (2 * place.width * place.parameters + FP32 * place.trained) * layer_part(place) / place.shape.layer
         return place.work.micro_batches * moved
-    gathers = 3 if place.work.recompute else 2
+    gathers = 3 if place.work.sharding.gradient_checkpointing else 2
     whole, gradients = place.weights, place.width * place.trained
     if place.stage == 3:
         return place.work.micro_batches * (gathers * whole + gradients)

@@ -55,17 +55,17 @@ class ModelPlace:
         """ZeRO stage; 0 in one process, and 3 under FSDP, which divides the same states."""
         if self.fsdp:
             return 3
-        return self.work.zero_stage if self.deepspeed else 0
+        return self.work.sharding.zero_stage if self.deepspeed else 0
 
     @property
     def split(self) -> int:
         """Processes among which tensor parallelism divides weights before ZeRO; 1 under FSDP, which uses all."""
-        return 1 if self.fsdp else self.work.tensor_parallel
+        return 1 if self.fsdp else self.work.sharding.ds_tensor_parallel_size
 
     @property
     def peers(self) -> int:
         """Processes that divide each layer's matrices and inner activations; only trained models are divided."""
-        return self.work.tensor_parallel if self.model.trained else 1
+        return self.work.sharding.ds_tensor_parallel_size if self.model.trained else 1
 
     @property
     def ranks(self) -> int:
@@ -131,7 +131,7 @@ def weight_terms(place: ModelPlace) -> list[Term]:
         return [place.term(WEIGHTS, place.weights)]
     head = place.width * place.shape.head  # stays gathered
     live = place.width * min(place.parameters, max(LIVE_PARAMETERS, place.shape.layer / place.split))
-    secondary = place.weights / place.work.secondary_shards if place.work.secondary_shards > 1 else 0.0
+    secondary = place.weights / place.work.sharding.zpg if place.work.sharding.zpg > 1 else 0.0
     return [
         place.term(WEIGHTS, place.weights / place.ranks + secondary),
         place.term(GATHERED, live + head, certain=False),
@@ -143,7 +143,7 @@ def optimizer_terms(place: ModelPlace) -> list[Term]:
     shards = place.ranks if place.stage >= 1 else 1
     masters = FP32 * place.trained / shards
     is_own_master = place.local and (place.width == FP32 or place.adapted)
-    if is_own_master and not place.work.adam_offload:
+    if is_own_master and not place.work.sharding.adam_offload:
         masters = 0.0
     moments = MOMENT_BYTES * place.trained / shards
     if place.work.muon:  # one momentum for matrices, Adam for the vocabulary
@@ -182,7 +182,7 @@ def bucket_terms(place: ModelPlace) -> list[Term]:
 def layer_part(place: ModelPlace) -> float:
     """Return the parameters of a layer that one process computes with."""
     shape = place.shape
-    return (shape.layer - shape.experts) / place.peers + shape.experts / place.work.expert_parallel
+    return (shape.layer - shape.experts) / place.peers + shape.experts / place.work.sharding.expert_parallel_size
 
 
 def outer_parameters(place: ModelPlace) -> float:
@@ -202,7 +202,7 @@ def resting_terms(place: ModelPlace) -> tuple[list[Term], list[Term]]:
         kept = whole_head if place.fsdp else head
         return [place.term(WEIGHTS, kept)], [place.term(OFFLOADED, weights - head)]
     optimizer = optimizer_terms(place)
-    if not place.work.adam_offload or place.on_cpu:
+    if not place.work.sharding.adam_offload or place.on_cpu:
         return [*weight_terms(place), *optimizer], []
     gradients = place.term(GRADIENTS, gradient_bytes(place))
     if place.fsdp:  # all shards are in host memory

@@ -82,7 +82,12 @@ def test_fsdp_gathers_only_the_experts_of_a_process(plan):
     assert shape.experts == 4 * 3 * 16 * 32  # four experts of three matrices
     work = plan(f"{SFT} --backend fsdp", EIGHT).work
     whole, half = (
-        ModelPlace(replace(work, expert_parallel=size), work.groups[0], work.groups[0].models[0], shape)
+        ModelPlace(
+            replace(work, sharding=replace(work.sharding, expert_parallel_size=size)),
+            work.groups[0],
+            work.groups[0].models[0],
+            shape,
+        )
         for size in (1, 2)
     )
     saved = total(gathered_terms(whole)) - total(gathered_terms(half))
