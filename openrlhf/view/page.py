@@ -27,14 +27,6 @@ START = 'import "view/app.js";'
 
 
 @dataclass(frozen=True)
-class Asset:
-    """A file of the served page."""
-
-    content: bytes
-    media_type: str
-
-
-@dataclass(frozen=True)
 class Page:
     """An HTML page and the policy to serve it with."""
 
@@ -42,10 +34,9 @@ class Page:
     policy: str
 
 
-def assets() -> dict[str, Asset]:
-    """Return all files that the served page links to, by their path below /static/."""
-    names = [PLOT, *STYLES, *(path.name for path in sorted(STATIC.glob("*.js")))]
-    return {name: Asset((STATIC / name).read_bytes(), TYPES[Path(name).suffix]) for name in names}
+def served_files() -> frozenset[str]:
+    """Return the files that the served page links to, by their path below /static/."""
+    return frozenset((PLOT, *STYLES, *(path.name for path in STATIC.glob("*.js"))))
 
 
 def served_page() -> Page:

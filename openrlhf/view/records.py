@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
@@ -84,24 +84,8 @@ class SampleRecord:
     sample: Sample | None
 
 
-class SampleRecords(Protocol):
-    """The recorded samples of a run."""
-
-    def files(self) -> list[RecordFile]:
-        """List the files in the order of their steps."""
-        ...
-
-    def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
-        """Yield the complete records of a file, starting at a place; raise OSError if the file cannot be read."""
-        ...
-
-    def load(self, name: str, place: int) -> Sample | None:
-        """Return the sample at a place; None if it is no longer there or cannot be read."""
-        ...
-
-
-class StepFiles:
-    """The records of a run: `rollouts/step_000001.parquet`, or `.jsonl` in older runs.
+class SampleRecords:
+    """The recorded samples of a run: `rollouts/step_000001.parquet`, or `.jsonl` in older runs.
 
     A place is the number of a row in Parquet, and an offset in bytes in JSON lines.
     """
@@ -110,6 +94,7 @@ class StepFiles:
         self.folder = folder
 
     def files(self) -> list[RecordFile]:
+        """List the files in the order of their steps."""
         found = []
         for path in step_files(self.folder):
             try:
@@ -122,11 +107,13 @@ class StepFiles:
         return found
 
     def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
+        """Yield the complete records of a file, starting at a place; raise OSError if the file cannot be read."""
         path = self.folder / name
         with suppress(FileNotFoundError):
             yield from read_parquet(path, start) if path.suffix == ".parquet" else read_lines(path, start)
 
     def load(self, name: str, place: int) -> Sample | None:
+        """Return the sample at a place; None if it is no longer there or cannot be read."""
         try:
             return next((record.sample for record in self.read(name, place)), None)
         except OSError:

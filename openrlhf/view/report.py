@@ -12,13 +12,12 @@ from pathlib import Path
 
 from openrlhf.errors import DiskError
 from openrlhf.monitor import say
-from openrlhf.view.answers import to_json
 from openrlhf.view.metrics import START, Points, read_metrics
 from openrlhf.view.page import report_page
 from openrlhf.view.records import RecordFile, Sample, SampleRecords
 from openrlhf.view.runs import RunFolder
 from openrlhf.view.token_texts import TokenTexts
-from openrlhf.view.viewer import ShownSample, records_of, shown_sample
+from openrlhf.view.viewer import ShownSample, shown_sample, to_json
 
 MOST_POINTS = 2000  # per curve
 MOST_STEPS = 12  # steps of a run whose samples are shown
@@ -62,7 +61,7 @@ def write_report(
 
 
 def _report_run(number: int, run: RunFolder) -> ReportRun:
-    chosen = _choose_samples(records_of(run))
+    chosen = _choose_samples(SampleRecords(run.rollouts))
     tokens = TokenTexts(run)
     # The numbers of samples are unique in the whole report.
     shown = [shown_sample(number * 1_000_000 + place, sample, tokens) for place, sample in enumerate(chosen)]

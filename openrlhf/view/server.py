@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Annotated
 
 import uvicorn
@@ -18,11 +19,10 @@ from fastapi import Depends, FastAPI, Request, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ConfigError
-from openrlhf.view.answers import to_json
 from openrlhf.view.metrics import Position
-from openrlhf.view.page import Asset, assets, served_page
+from openrlhf.view.page import STATIC, TYPES, served_files, served_page
 from openrlhf.view.sample_index import Query
-from openrlhf.view.viewer import Viewer
+from openrlhf.view.viewer import Viewer, to_json
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
@@ -40,7 +40,7 @@ def build_app(viewer: Viewer) -> FastAPI:
     """Return the application of a viewer."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)
-    page = served_page()
+    page, files = served_page(), served_files()
 
     @app.middleware("http")
     async def add_headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -52,17 +52,14 @@ def build_app(viewer: Viewer) -> FastAPI:
     def index() -> Response:
         return Response(page.html, media_type="text/html")
 
-    for name, asset in assets().items():
-        app.get(f"/static/{name}")(_serve(asset))
+    @app.get("/static/{name:path}")
+    def static(name: str) -> Response:
+        if name not in files:
+            raise KeyError(name)
+        return Response((STATIC / name).read_bytes(), media_type=TYPES[Path(name).suffix])
+
     _add_answers(app, viewer)
     return app
-
-
-def _serve(asset: Asset) -> Callable[[], Response]:
-    def serve() -> Response:
-        return Response(asset.content, media_type=asset.media_type)
-
-    return serve
 
 
 def _add_answers(app: FastAPI, viewer: Viewer) -> None:

@@ -1,10 +1,11 @@
 """Answer the page's requests: the list of runs, their curves, their samples, and the tokens of a sample.
 
-`Viewer` answers for a server, from files that may still grow. The report uses `shown_sample`, too.
+`Viewer` answers for a server, from files that may still grow. The report uses `shown_sample` and `to_json`, too.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 from openrlhf.view.metrics import NewMetrics, Position, read_metrics
-from openrlhf.view.records import Sample, SampleRecords, StepFiles
+from openrlhf.view.records import Sample, SampleRecords
 from openrlhf.view.runs import RunFolder, find_runs
 from openrlhf.view.sample_index import Found, Query, SampleIndex
 from openrlhf.view.token_texts import TokenTexts
@@ -52,12 +53,20 @@ class PromptSamples:
     total: int
 
 
-def records_of(run: RunFolder) -> SampleRecords:
-    return StepFiles(run.rollouts)
-
-
 def shown_sample(number: int, sample: Sample, tokens: TokenTexts) -> ShownSample:
     return ShownSample(number, sample.length, sample.turns, tokens.decode(sample.ids), sample)
+
+
+def to_json(value: object) -> bytes:
+    """Return ASCII JSON for the page's scripts; dataclasses become objects, and every number must be finite."""
+    return json.dumps(value, default=_fields, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def _fields(value: object) -> object:
+    if isinstance(value, ShownSample):  # flat, as the scripts read it
+        own = {"id": value.id, "length": value.length, "turns": value.turns, "texts": value.texts}
+        return own | vars(value.sample)
+    return vars(value)  # unlike `asdict`, it does not copy every token
 
 
 class Viewer:
@@ -85,7 +94,7 @@ class Viewer:
         count = 0
         for number, run in enumerate(self.found):
             try:
-                count += self.index.update(number, records_of(run))
+                count += self.index.update(number, SampleRecords(run.rollouts))
             except (OSError, sqlite3.Error) as error:  # an unreadable file, or a full disk
                 problem = f"{run.name}: some samples are not shown: {error}"
                 if problem not in self.problems:
@@ -123,7 +132,7 @@ class Viewer:
         shown = []
         for place in places[start : start + MOST_SIDE_BY_SIDE]:
             run = self.run(place.run)
-            loaded = records_of(run).load(place.file, place.place)
+            loaded = SampleRecords(run.rollouts).load(place.file, place.place)
             if loaded is not None:
                 shown.append(shown_sample(place.id, loaded, self._tokens_of(run)))
         return PromptSamples(shown, len(places))

@@ -11,11 +11,10 @@ from openrlhf.rl import sample_files
 from openrlhf.rl.sample_files import write_samples
 from openrlhf.types import Prompt
 from openrlhf.view import records
-from openrlhf.view.records import StepFiles, parse_sample
+from openrlhf.view.records import SampleRecords, parse_sample
 from openrlhf.view.runs import find_runs
 from openrlhf.view.sample_index import ORDERS, PAGE_SIZE, Query, SampleIndex, conditions
 from openrlhf.view.token_texts import TokenTexts
-from openrlhf.view.viewer import records_of
 from tests.samples import make_trajectory
 from tests.view.made_runs import SEARCHES, TEXTS, make_run, record, write_step
 
@@ -35,7 +34,7 @@ def run_dir(tmp_path):
 @pytest.fixture
 def indexed(index, run_dir):
     """The index of the hand-made run: 3 steps, 3 prompts each, 4 samples of each prompt."""
-    assert index.update(RUN, StepFiles(run_dir / "rollouts")) == 36
+    assert index.update(RUN, SampleRecords(run_dir / "rollouts")) == 36
     return index
 
 
@@ -75,7 +74,7 @@ def test_filters_find_exactly_what_matches(indexed, query, matches):
 @pytest.mark.parametrize(("text", "matches"), SEARCHES)
 def test_words_of_any_language_are_found(index, tmp_path, text, matches):
     write_step(tmp_path, 1, [record(1, number, text) for number, text in enumerate(TEXTS)])
-    index.update(RUN, StepFiles(tmp_path / "rollouts"))
+    index.update(RUN, SampleRecords(tmp_path / "rollouts"))
     assert [row.prompt_index for row in find(index, text=text).rows] == matches
 
 
@@ -101,7 +100,7 @@ def test_orders(indexed, order, key):
 
 def test_pages_hold_every_sample_once(index, run_dir):
     write_step(run_dir, 9, [record(9, row, "a") for row in range(2 * PAGE_SIZE)])
-    index.update(RUN, StepFiles(run_dir / "rollouts"))
+    index.update(RUN, SampleRecords(run_dir / "rollouts"))
     for order in ORDERS:
         pages = [find(index, order=order, page=page).rows for page in range(4)]
         assert [len(page) for page in pages] == [PAGE_SIZE, PAGE_SIZE, 36, 0]
@@ -111,7 +110,7 @@ def test_pages_hold_every_sample_once(index, run_dir):
 def test_the_group_of_a_sample_is_its_prompt_in_its_step(indexed, run_dir):
     row = find(indexed, text="word1 a2", step_to=2).rows[0]
     group = indexed.group_of(row.id)
-    samples = [StepFiles(run_dir / "rollouts").load(place.file, place.place) for place in group]
+    samples = [SampleRecords(run_dir / "rollouts").load(place.file, place.place) for place in group]
     assert [sample.response for sample in samples] == [f"word1 a{number}" for number in range(4)]
     assert {sample.step for sample in samples} == {row.step}
     assert indexed.group_of(10**6) == []
@@ -121,7 +120,7 @@ def test_the_group_of_a_sample_is_its_prompt_in_its_step(indexed, run_dir):
 
 
 def test_only_new_records_are_read(indexed, run_dir):
-    source = StepFiles(run_dir / "rollouts")
+    source = SampleRecords(run_dir / "rollouts")
     assert indexed.update(RUN, source) == 0
     with (run_dir / "rollouts" / "step_000003.jsonl").open("a") as file:
         file.write(json.dumps(record(3, 0, "late")) + "\n")
@@ -132,7 +131,7 @@ def test_only_new_records_are_read(indexed, run_dir):
 
 def test_an_update_can_be_stopped(index, run_dir):
     index.stop()
-    assert index.update(RUN, StepFiles(run_dir / "rollouts")) == 0
+    assert index.update(RUN, SampleRecords(run_dir / "rollouts")) == 0
     assert find(index).total == 0
 
 
@@ -140,7 +139,7 @@ def test_an_incomplete_line_is_read_when_it_is_complete(index, run_dir):
     path = run_dir / "rollouts" / "step_000001.jsonl"
     lines = path.read_text()
     path.write_text(lines[:-10])
-    source = StepFiles(run_dir / "rollouts")
+    source = SampleRecords(run_dir / "rollouts")
     assert index.update(RUN, source) == 35
     with path.open("a") as file:
         file.write(lines[-10:])
@@ -153,7 +152,7 @@ def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
     (folder / "step_000003.jsonl").rename(run_dir / "aside.jsonl")
     (folder / "step_000002.jsonl").unlink()
     write_step(run_dir, 2, [record(2, 0, "changed")])
-    indexed.update(RUN, StepFiles(folder))
+    indexed.update(RUN, SampleRecords(folder))
     assert find(indexed).total == 13
     assert find(indexed, step_from=2).rows[0].response == "changed"
     assert find(indexed, text="word1", step_from=2).total == 0
@@ -177,7 +176,7 @@ def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
 )
 def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):
     write_step(run_dir, 1, [record(1, 0, "good"), broken, record(1, 1, "fine")])
-    index.update(RUN, StepFiles(run_dir / "rollouts"))
+    index.update(RUN, SampleRecords(run_dir / "rollouts"))
     found = find(index, step_to=1)
     assert [row.response for row in found.rows] == ["good", "fine"]
     assert found.unreadable == 1
@@ -186,7 +185,7 @@ def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):
 def test_unusual_values_are_kept(index, run_dir):
     row = record(1, 0, "odd", reward=float("nan")) | {"response": "a \ud800 b \x00 c"}
     write_step(run_dir, 1, [row | {"prompt": row["prompt"] | {"label": {"answer": [1]}}}])
-    index.update(RUN, StepFiles(run_dir / "rollouts"))
+    index.update(RUN, SampleRecords(run_dir / "rollouts"))
     (found,) = find(index, step_to=1).rows
     assert (found.reward, found.response) == (None, "a \ufffd b \x00 c")
     assert parse_sample((run_dir / "rollouts" / "step_000001.jsonl").read_bytes()).label == '{"answer": [1]}'
@@ -197,11 +196,11 @@ def test_unusual_values_are_kept(index, run_dir):
 
 def test_samples_of_a_real_run_have_turns_tokens_and_log_probs(index, agent_run):
     (run,) = find_runs([agent_run])
-    assert index.update(RUN, records_of(run)) == 64
+    assert index.update(RUN, SampleRecords(run.rollouts)) == 64
     rows = find(index).rows
     assert {row.turns for row in rows} == {2}
     place = index.group_of(rows[0].id)[0]
-    sample = records_of(run).load(place.file, place.place)
+    sample = SampleRecords(run.rollouts).load(place.file, place.place)
     texts = TokenTexts(run).decode(sample.ids)
     assert "".join(texts) == sample.response
     environment = [text for text, acts in zip(texts, sample.actions, strict=True) if not acts]
@@ -234,13 +233,13 @@ def test_100000_samples_are_read_once_and_asked_for_through_indexes(index, tmp_p
         (folder / f"step_{step:06d}.jsonl").write_text("\n".join(rows) + "\n")
     parsed = []
     monkeypatch.setattr(records, "parse_sample", lambda line, parse=parse_sample: parsed.append(0) or parse(line))
-    assert index.update(RUN, StepFiles(folder)) == len(parsed) == 100_000
-    assert index.update(RUN, StepFiles(folder)) == 0
+    assert index.update(RUN, SampleRecords(folder)) == len(parsed) == 100_000
+    assert index.update(RUN, SampleRecords(folder)) == 0
     parsed.clear()
     assert find(index, page=1000).total == 100_000
     group = index.group_of(find(index, step_from=50, step_to=50).rows[0].id)
     assert [place.file for place in group] == ["step_000050.jsonl"] * 8
-    assert [StepFiles(folder).load(place.file, place.place).step for place in group] == [50] * 8
+    assert [SampleRecords(folder).load(place.file, place.place).step for place in group] == [50] * 8
     assert len(parsed) == 8, "lists are answered from the index, and a group reads its own records"
     assert index.path.stat().st_size < 100 * 2**20, "tokens stay in the record"
 
@@ -273,7 +272,7 @@ def test_parquet_files_are_indexed_and_read_row_by_row(index, tmp_path, monkeypa
     responses = [f"answer {number}" for number in range(5)]
     write_parquet(folder, 1, responses)
     write_step(tmp_path, 2, [record(2, 0, "of an older version")])
-    records = StepFiles(folder)
+    records = SampleRecords(folder)
     assert [sample.sample.response for sample in records.read("step_000001.parquet")] == responses
     assert [sample.sample.response for sample in records.read("step_000001.parquet", 3)] == responses[3:]
     for place, response in enumerate(responses):
@@ -297,6 +296,6 @@ def test_a_damaged_parquet_file_does_not_hide_the_others(index, tmp_path):
     write_parquet(folder, 2, ["two"])
     (folder / "step_000001.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(OSError, match=r"step_000001\.parquet cannot be read"):
-        index.update(RUN, StepFiles(folder))
+        index.update(RUN, SampleRecords(folder))
     assert index.find(Query(RUN)).total == 1
-    assert StepFiles(folder).load("step_000001.parquet", 0) is None
+    assert SampleRecords(folder).load("step_000001.parquet", 0) is None
