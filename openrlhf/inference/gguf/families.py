@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from openrlhf.errors import ConfigError
 
@@ -42,8 +43,6 @@ class Rope(TypedDict, total=False):
     rope_type: str
     rope_theta: float
     factor: float
-    low_freq_factor: float  # only Llama 3 has this field and the next
-    high_freq_factor: float
     original_max_position_embeddings: int
 
 
@@ -144,8 +143,9 @@ def file_tensors(model: PreTrainedModel, family: Family) -> Iterator[FileTensor]
     config = model.config
     architecture = next(item for item, name in MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    if factors := rope_factors(config):
-        yield FileTensor("rope_freqs.weight", torch.tensor(factors))
+    factors = rope_factors(config)
+    if factors is not None:
+        yield FileTensor("rope_freqs.weight", factors)
     for name, weight in model.state_dict().items():
         if name == OUTPUT_HEAD and config.tie_word_embeddings:
             continue  # llama.cpp projects with the embeddings if there is no head
@@ -168,7 +168,7 @@ def interleave(tensor: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def rope_factors(config: PretrainedConfig) -> list[float] | None:
+def rope_factors(config: PretrainedConfig) -> Tensor | None:
     """Return the factors by which Llama 3 lengthens the wavelength of each rotary pair; None for other models.
 
     Long wavelengths are stretched by `factor`, short ones are kept, and those between are interpolated.
@@ -176,12 +176,6 @@ def rope_factors(config: PretrainedConfig) -> list[float] | None:
     rope = rope_of(config)
     if rope.get("rope_type") != "llama3":
         return None
-    head_dim, factor = head_dim_of(config), rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    context = rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * torch.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        smooth = min(max((context / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return factors
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [head_dim / 2]
+    pairs = torch.arange(len(stretched)) / len(stretched)
+    return rope["rope_theta"] ** -pairs / stretched

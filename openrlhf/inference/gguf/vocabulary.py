@@ -24,7 +24,6 @@ from openrlhf.inference.gguf.families import CONVERTER
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
 
-SPACE = "▁"  # SentencePiece writes spaces with this character
 # Splitting expressions of byte-level tokenizers -> name of the rule in llama.cpp.
 CONTRACTIONS, WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

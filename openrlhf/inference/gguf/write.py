@@ -53,7 +53,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     writer = gguf.GGUFWriter(path, plan.family.architecture)
     writer.add_name(plan.name)
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_file_type(file_type(plan.weights))
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if plan.weights == "f32" else f"MOSTLY_{plan.weights.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_hyperparameters(writer, model.config, plan.family)
     plan.vocabulary.add_to(writer)
@@ -63,8 +63,9 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     for tensor in tensors:
         shape = tuple(tensor.weight.shape)
         stored = stored_type(shape, plan.weights)
+        size = math.prod(gguf.quants.quant_shape_to_byte_shape(shape, stored))
         # The dtype only tells the writer that the shape counts values, not bytes.
-        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), stored_bytes(shape, stored), stored)
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), size, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -85,19 +86,6 @@ def add_special_tokens(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, p
         writer.add_chat_template(plan.chat_template)
 
 
-def file_type(weights: GGUFType) -> int:
-    """Return the code of the type that most weights have."""
-    from gguf import LlamaFileType
-
-    codes = {
-        "f32": LlamaFileType.ALL_F32,
-        "f16": LlamaFileType.MOSTLY_F16,
-        "bf16": LlamaFileType.MOSTLY_BF16,
-        "q8_0": LlamaFileType.MOSTLY_Q8_0,
-    }
-    return int(codes[weights])
-
-
 def stored_type(shape: tuple[int, ...], weights: GGUFType) -> GGMLQuantizationType:
     """Return the type of one tensor: vectors stay in fp32, and matrices that do not divide into blocks are fp16."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -107,13 +95,6 @@ def stored_type(shape: tuple[int, ...], weights: GGUFType) -> GGMLQuantizationTy
     wanted = GGMLQuantizationType[weights.upper()]
     block, _ = GGML_QUANT_SIZES[wanted]
     return wanted if shape[-1] % block == 0 else GGMLQuantizationType.F16
-
-
-def stored_bytes(shape: tuple[int, ...], stored: GGMLQuantizationType) -> int:
-    from gguf import GGML_QUANT_SIZES
-
-    block, size = GGML_QUANT_SIZES[stored]
-    return math.prod(shape) // block * size
 
 
 def encode(value: Tensor, stored: GGMLQuantizationType) -> NDArray[np.generic]:
