@@ -184,12 +184,10 @@ class Monitor(AbstractContextManager["Monitor"]):
     `total_steps=0` no progress is shown.
     """
 
-    def __init__(
-        self, sinks: Sequence[Sink] = (), *, total_steps: int = 0, first_step: int = 0, name: str = "train"
-    ) -> None:
+    def __init__(self, sinks: Sequence[Sink] = (), *, total_steps: int = 0, first_step: int = 0) -> None:
         self.sinks = list(sinks)
         self.stops = False  # True after a sink has raised StopTraining
-        self.progress = Progress(name, total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
+        self.progress = Progress("train", total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
 
     def advance(self, shown: Mapping[str, float]) -> None:
         """Advance by one step and show the values of `shown` next to it."""

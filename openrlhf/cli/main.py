@@ -11,7 +11,7 @@ from openrlhf.config.flags import summary_of
 from openrlhf.config.suggestions import suggest_commands
 from openrlhf.errors import ConfigError
 
-# The order of `openrlhf --help`. A command without a group is listed under OTHER.
+# The order of `openrlhf --help`; a test checks that every command has a group.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Set up": ("doctor", "init", "plan"),
     "Train": (
@@ -22,7 +22,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Use a model": ("interactive_chat", "batch_inference", "serve_rm"),
     "Merge and export": ("lora_combiner", "export"),
 }
-OTHER = "Other"
 # Commands that take the name and the flags of another command: `openrlhf preview train_sft --dataset ...`.
 WRAPPERS = {
     "preview": "Show the data of a command as its model would see it.",
@@ -57,12 +56,9 @@ def main(argv: Sequence[str]) -> None:
 
 def list_commands() -> str:
     """Return all commands by group, with their descriptions."""
-    named = {name for names in GROUPS.values() for name in names}
-    groups = {**GROUPS, OTHER: tuple(name for name in SUMMARIES if name not in named)}
     lines = ["openrlhf <command> [--flag value ...]"]
-    for title, names in groups.items():
-        if names:
-            lines += ["", f"{title}:", *(f"  {name:<18}{SUMMARIES[name]}" for name in names)]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<18}{SUMMARIES[name]}" for name in names)]
     return "\n".join(lines) + "\n" + END
 
 

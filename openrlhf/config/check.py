@@ -24,6 +24,7 @@ from openrlhf.config.checks import (
     supervised,
 )
 from openrlhf.config.checks.rule import Changed, Rule
+from openrlhf.config.flags import flags_of
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import TABLE
 from openrlhf.monitor import say
@@ -215,10 +216,10 @@ DATA_RULES = frozenset(
 )
 
 
-def check_data(config: C, tell: Callable[[str], None] = say) -> C:
+def check_data(config: C) -> C:
     """Apply only the rules that concern the data: a preview needs no GPU, reward, extra or output folder."""
-    common.data_flags_are_given(config)
-    return apply_rules(config, [rule for rule in RULES[type(config)] if rule in DATA_RULES], tell)
+    common.require(config, flags_of(type(config)).keys() - {"output_path", "teacher_model"})
+    return apply_rules(config, [rule for rule in RULES[type(config)] if rule in DATA_RULES], say)
 
 
 # A plan may be for another machine, so it skips the rules about data, files, installed packages and the processes of
@@ -250,7 +251,7 @@ NOT_FOR_PLANS = frozenset(
 
 def check_sizes(config: C, tell: Callable[[str], None] = say) -> C:
     """Apply only the rules that concern the sizes of a run: a plan needs the model's config.json, but no data."""
-    common.model_flags_are_given(config)
+    common.require(config, flags_of(type(config)).keys() & {"pretrain", "teacher_model"})
     return apply_rules(config, [rule for rule in RULES[type(config)] if rule not in NOT_FOR_PLANS], tell)
 
 

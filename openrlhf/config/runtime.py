@@ -45,10 +45,10 @@ def several_devices(config: RLConfig) -> bool:
     return max(*asked, config.engines.devices_per_engine) > 1
 
 
-def launched_nodes(environ: Mapping[str, str] = os.environ) -> int:
+def launched_nodes() -> int:
     """Return the number of nodes on which a launcher started processes; 1 without a launcher."""
-    processes = environ.get("WORLD_SIZE", "1")
-    per_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or processes  # torchrun, deepspeed
+    processes = os.environ.get("WORLD_SIZE", "1")
+    per_node = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or processes  # torchrun, deepspeed
     return int(processes) // int(per_node)
 
 

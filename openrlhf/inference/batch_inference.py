@@ -45,8 +45,6 @@ class BatchResult:
 
     output_path: Path
     rows: int
-    reward_mean: float | None = None  # mean of scored rows; None if rows were generated
-    reward_std: float | None = None
 
 
 def run(config: BatchInferenceConfig) -> BatchResult | None:
@@ -94,7 +92,7 @@ def produce(config: BatchInferenceConfig) -> BatchResult | None:
 
 def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
     """Write the rows to the output in order; apply --post_processor to scored rows first."""
-    rows, mean, std = parts.rows(), None, None
+    rows = parts.rows()
     if config.task.eval_task == "rm":
         scored = cast("list[ScoredRow]", list(rows))  # as `score` wrote them
         rewards = [row["reward"] for row in scored]
@@ -102,7 +100,7 @@ def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
         say(f"reward: mean {mean:.4f}, std {std:.4f} over {counted(len(scored), 'row')}")
         process = POST_PROCESSORS.get(config.task.post_processor or "null")
         rows = process(scored, config.task) if process else scored
-    return BatchResult(parts.output, parts.finish(rows), mean, std)
+    return BatchResult(parts.output, parts.finish(rows))
 
 
 def exit_with_launcher() -> None:

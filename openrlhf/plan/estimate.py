@@ -23,7 +23,6 @@ LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING = (
     *("loading", "generation", "experience", "training"),
     *("sync", "saving"),
 )
-PHASES: tuple[Phase, ...] = (LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING)
 Shapes = Mapping[tuple[str, bool], ModelShape]  # keys: name of the model, and whether its head is scalar
 
 CONTEXT_BYTES = 0.6 * GIB  # that CUDA and cuBLAS take in each process on a GPU

@@ -1,7 +1,7 @@
 """Rules that several commands share: model, template, precision, data and checkpoint flags."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import Templated, TrainingConfig
@@ -9,8 +9,6 @@ from openrlhf.config.flags import choices_of, flag_values, flags_of
 from openrlhf.errors import ConfigError, counted
 
 EMPTY = ("", '""', "''")
-MODELS = ("pretrain", "teacher_model")  # required flags that name a model
-NOT_FOR_DATA = ("output_path", "teacher_model")  # required flags that a preview of the data does not need
 
 
 def required_flags_are_given(config: object) -> None:
@@ -18,22 +16,11 @@ def required_flags_are_given(config: object) -> None:
     require(config, flags_of(type(config)))
 
 
-def data_flags_are_given(config: object) -> None:
-    """Require only the flags that are needed to read the data."""
-    require(config, [name for name in flags_of(type(config)) if name not in NOT_FOR_DATA])
-
-
-def model_flags_are_given(config: object) -> None:
-    """Require only the flags that name models."""
-    require(config, [name for name in flags_of(type(config)) if name in MODELS])
-
-
-def require(config: object, names: Iterable[str]) -> None:
+def require(config: object, names: Collection[str]) -> None:
     """Raise for the first of these flags that is declared as required and not given."""
-    values, flags = flag_values(config), flags_of(type(config))
-    for name in names:
-        item = flags[name]
-        if item.required and not values[name]:
+    values = flag_values(config)
+    for name, item in flags_of(type(config)).items():
+        if name in names and item.required and not values[name]:
             fix = item.required if item.positional else f"--{name} {item.required}"
             choices = ", ".join(choices_of(item.type))
             problem = f"{item.spelling} is not given, but this command needs it" + (
