@@ -7,6 +7,8 @@ it is, which is also how an upload that failed after training is repeated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,15 +63,23 @@ def run(config: ExportConfig) -> Path:
     flags = config.export
     folder = Path(flags.output_path or str(flags.pretrain)).expanduser()
     if flags.output_path:
-        choose_device("cpu")
-        with hold_folder(folder, "--output_path"):
-            remove_leftovers(folder.parent, lambda name: name == folder.name)
+        with converting_to(folder):
             if flags.gguf is None:
-                save_for_transformers(config, folder)
+                dtype = config.model.param_dtype
+                save_for_transformers(folder, load_source(str(flags.pretrain), DTYPES[dtype]), dtype)
             else:
                 save_as_gguf(config, folder, flags.gguf)
     push_folder(folder, config.hub)
     return folder
+
+
+@contextmanager
+def converting_to(folder: Path) -> Iterator[None]:
+    """Hold the output folder while a model is converted on the CPU, and delete what killed runs left of it."""
+    choose_device("cpu")
+    with hold_folder(folder, "--output_path"):
+        remove_leftovers(folder.parent, lambda name: name == folder.name)
+        yield
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,7 @@ def load_source(name: str, dtype: torch.dtype) -> SourceModel:
     """Load a model or, if the folder holds an adapter, its base with the adapter merged into it."""
     base = adapter_base(name)
     if base is not None:
-        merged, tokenizer = merge_adapter(base.name, Path(name).expanduser(), is_rm=base.is_rm, dtype=dtype)
-        return SourceModel(name, base.name, Kind.REWARD if base.is_rm else Kind.LANGUAGE, merged, tokenizer)
+        return merged_source(base.name, name, dtype, is_rm=base.is_rm)
     classes = read_config(name, FULL).architectures or []
     tokenizer = load_tokenizer(name, FULL)
     if any("SequenceClassification" in item for item in classes):
@@ -110,15 +119,19 @@ def load_source(name: str, dtype: torch.dtype) -> SourceModel:
     return SourceModel(name, None, Kind.LANGUAGE, moved(model, dtype), tokenizer)
 
 
+def merged_source(base: str, adapter: str, dtype: torch.dtype, *, is_rm: bool) -> SourceModel:
+    """Load a base model, and merge an adapter into it."""
+    model, tokenizer = merge_adapter(base, Path(adapter).expanduser(), is_rm=is_rm, dtype=dtype)
+    return SourceModel(adapter, base, Kind.REWARD if is_rm else Kind.LANGUAGE, model, tokenizer)
+
+
 def moved(model: Any, target: torch.dtype | str) -> PreTrainedModel:
     """Move a model to a dtype or device, in place; `to` of a Transformers model is not typed."""
     return model.to(target)
 
 
-def save_for_transformers(config: ExportConfig, folder: Path) -> None:
-    """Write a full model in --param_dtype."""
-    dtype = config.model.param_dtype
-    source = load_source(str(config.export.pretrain), DTYPES[dtype])
+def save_for_transformers(folder: Path, source: SourceModel, dtype: str) -> None:
+    """Write a full model; `dtype` is that of its weights."""
     with exporting(folder) as aside:
         save_model(Network(source.model), aside)
         source.tokenizer.save_pretrained(aside)

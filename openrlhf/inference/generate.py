@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -110,14 +109,14 @@ def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTo
         """Store the answer to `requests[place]`."""
         prompt = generation.prompt(numbers[place])
         parts.write(numbers[place], {"input": prompt.text, "output": completion.text, INDEX: prompt.index})
-        progress.advance(tokens=len(completion.token_ids))
+        progress.count(len(completion.token_ids))
 
     async def answer(engine: Engine, num_engines: int = 1) -> None:
         """Answer all requests with an engine."""
         progress.restart_clock()
         await stream(engine, requests, store, window=AHEAD * config.task.max_num_seqs * num_engines)
 
-    with closing(progress):
+    with progress:
         if config.task.vllm_num_engines:
             run_async(generate_on_ray(generation, answer))
         elif config.task.eval_task == "generate_vllm":

@@ -8,28 +8,20 @@ from openrlhf.inference.parts import OutputParts
 from openrlhf.monitor import Progress
 
 
-class RowProgress:
+class RowProgress(Progress):
     """Progress of one process over its rows, including rows from an interrupted run."""
 
     def __init__(self, name: str, parts: OutputParts) -> None:
         done = len(parts.share) - len(parts.missing)
-        self.progress = Progress(name, total=len(parts.share), done=done, unit="row")
+        super().__init__(name, total=len(parts.share), done=done, unit="row")
         self.tokens = 0
-        self.restart_clock()
 
-    def restart_clock(self) -> None:
-        """Start measuring speed; call this when the engine is ready, to exclude setup time."""
-        self.started = time.perf_counter()
-        self.progress.restart_clock()
-
-    def advance(self, *, tokens: int) -> None:
+    def count(self, tokens: int) -> None:
         """Count one more row of `tokens` tokens."""
         self.tokens += tokens
-        self.progress.advance({"tokens/s": self.tokens / self.seconds})
+        self.advance({"tokens/s": self.tokens / self.seconds})
 
     @property
     def seconds(self) -> float:
-        return max(time.perf_counter() - self.started, 1e-9)
-
-    def close(self) -> None:
-        self.progress.close()
+        """Time since the engine was ready, when `restart_clock` was called."""
+        return max(time.monotonic() - self.started, 1e-9)

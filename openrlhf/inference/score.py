@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import closing
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +35,7 @@ def score(
     model = open_reward_model(config, tokenizer)
     size = config.task.micro_batch_size
     progress = RowProgress("score", parts)
-    with closing(progress):
+    with progress:
         for start in range(0, len(missing), size):
             numbers = missing[start : start + size]
             rewards = model.score_rows([answers[number].input_ids for number in numbers]).tolist()
@@ -50,7 +49,7 @@ def score(
                 if answer.index is not None:
                     row["index"] = answer.index
                 parts.write(number, row)
-                progress.advance(tokens=len(answer.input_ids))
+                progress.count(len(answer.input_ids))
 
 
 def open_reward_model(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> RewardModel:
