@@ -15,11 +15,11 @@ from openrlhf.config.check import check_sizes
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.config.workload import workload_of
-from openrlhf.plan import estimate, terms
+from openrlhf.plan import estimate
 from openrlhf.plan.assessment import Assessment, assess, remedy
 from openrlhf.plan.gpus import GIB, Machine, parse_gpus
 from openrlhf.plan.shapes import ModelShape, shape_of
-from openrlhf.plan.terms import total
+from openrlhf.plan.terms import STATES, total
 
 SHAPES: dict[str, PretrainedConfig] = {
     "Qwen/Qwen2.5-1.5B": Qwen2Config(
@@ -104,10 +104,10 @@ class Measurement:
         found = plan(self.command, Machine(parse_gpus("H200")[1])).phase(self.phase)
         assert found is not None
         if self.counts == "host":  # the pinned tensors without PyTorch's rounding, and the process itself
-            return total(term for term in found.host if term.kind in (terms.ASLEEP, terms.PROCESSES)) / 1e9
-        by_pytorch = [term for term in found.device if term.kind not in (terms.RESERVE, terms.CONTEXT)]
+            return total(term for term in found.host if term.kind in ("asleep", "processes")) / 1e9
+        by_pytorch = [term for term in found.device if term.kind not in ("allocator reserve", "CUDA context")]
         if self.counts == "above states":
-            by_pytorch = [term for term in by_pytorch if term.kind not in terms.STATES]
+            by_pytorch = [term for term in by_pytorch if term.kind not in STATES]
         return total(found.device if self.counts == "all" else by_pytorch) / GIB
 
 

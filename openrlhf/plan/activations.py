@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from openrlhf.models.chunks import CHUNK
 from openrlhf.plan.states import FP32, ModelPlace, bucket_terms, gathered_terms, gradient_bytes
-from openrlhf.plan.terms import ACTIVATIONS, GRADIENTS, HEAD, Term, total
+from openrlhf.plan.terms import Term, total
 
 # Bytes per logit of a chunk in addition to the logits themselves: an fp32 softmax, and more if the head must be called.
 PLAIN_HEAD, CALLED_HEAD, ENTROPY_HEAD, DISTILLING_HEAD = 4, 8, 14, 22
@@ -67,8 +67,8 @@ def forward_terms(place: ModelPlace) -> list[Term]:
     inside = width * (2 * shape.queries + 2 * shape.keys) + 3 * width * shape.mlp
     layer = (FP32 + 4 * width) * shape.hidden + inside / place.peers
     return [
-        place.term(ACTIVATIONS, tokens * layer, certain=False),
-        place.term(HEAD, head_bytes(place, tokens, training=False), certain=False),
+        place.term("activations", tokens * layer, certain=False),
+        place.term("head chunks", head_bytes(place, tokens, training=False), certain=False),
         *gathered_terms(place),
     ]
 
@@ -91,9 +91,9 @@ def training_terms(place: ModelPlace) -> list[Term]:
         start = [place.shape.layers * layer + last_norm, head]
     kept = place.deepspeed or work.micro_batches > 1
     at_start = [
-        place.term(GRADIENTS, gradients if kept else 0.0),
-        place.term(ACTIVATIONS, start[0], certain=False),
-        place.term(HEAD, start[1], certain=False),
+        place.term("gradients", gradients if kept else 0.0),
+        place.term("activations", start[0], certain=False),
+        place.term("head chunks", start[1], certain=False),
     ]
-    at_end = [place.term(GRADIENTS, gradients), place.term(ACTIVATIONS, layer, certain=False)]
+    at_end = [place.term("gradients", gradients), place.term("activations", layer, certain=False)]
     return [*max(at_start, at_end, key=total), *gathered_terms(place), *bucket_terms(place)]

@@ -12,8 +12,7 @@ from typing import Literal
 
 from openrlhf.config.workload import Workload
 from openrlhf.errors import counted
-from openrlhf.plan.engine import EnginePlace
-from openrlhf.plan.estimate import GENERATION, TIGHT, GroupMemory, PhaseMemory, Shapes, estimate, shape_of_policy
+from openrlhf.plan.estimate import GENERATION, TIGHT, GroupMemory, PhaseMemory, Shapes, engine_of, estimate
 from openrlhf.plan.gpus import GIB, Machine
 from openrlhf.plan.seconds import PhaseSeconds, phase_seconds
 from openrlhf.plan.terms import STATES, largest, least, total
@@ -66,10 +65,8 @@ class Assessment:
 
     def engine_shortage(self, *, certain: bool = False) -> float:
         """Return the bytes that a vLLM engine lacks on each of its devices; negative if it has room."""
-        if self.work.engine is None:
-            return 0.0
-        place = EnginePlace(self.work, self.work.engine, shape_of_policy(self.work, self.shapes), self.machine)
-        return place.shortage(certain=certain)
+        engine = engine_of(self.work, self.machine, self.shapes)
+        return 0.0 if engine is None else engine.shortage(certain=certain)
 
     @property
     def fullest(self) -> GroupMemory:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from openrlhf.config.workload import WorkEngine, Workload
 from openrlhf.plan.gpus import GIB, Machine
 from openrlhf.plan.shapes import ModelShape
-from openrlhf.plan.terms import ACTIVATIONS, CACHE, WEIGHTS, Term
+from openrlhf.plan.terms import Term
 
 ROLE = "engine"
 GRAPHS = 1.5 * GIB  # CUDA graphs of vLLM
@@ -81,12 +81,12 @@ class EnginePlace:
             rows = min(HF_ROWS, self.rows)
             sampling = rows * self.shape.vocabulary * (self.width + SAMPLING_BYTES)
             return [
-                Term(ROLE, WEIGHTS, self.weights),
-                Term(ROLE, CACHE, self.cache, certain=False),
-                Term(ROLE, ACTIVATIONS, sampling, certain=False),
+                Term(ROLE, "weights", self.weights),
+                Term(ROLE, "KV cache", self.cache, certain=False),
+                Term(ROLE, "activations", sampling, certain=False),
             ]
         return [
-            Term(ROLE, WEIGHTS, self.weights),
-            Term(ROLE, ACTIVATIONS, self.working, certain=False),
-            Term(ROLE, CACHE, self.cache),
+            Term(ROLE, "weights", self.weights),
+            Term(ROLE, "activations", self.working, certain=False),
+            Term(ROLE, "KV cache", self.cache),
         ]

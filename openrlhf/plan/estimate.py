@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from openrlhf.config.workload import WorkGroup, Workload, WorkModel
-from openrlhf.plan import terms
 from openrlhf.plan.activations import forward_terms, training_terms
 from openrlhf.plan.engine import ROLE, EnginePlace
 from openrlhf.plan.gpus import GIB, Machine
 from openrlhf.plan.shapes import ModelShape
 from openrlhf.plan.states import FP32, ModelPlace, gathered_terms, outer_parameters, resting_terms, weight_terms
-from openrlhf.plan.terms import Term, total
+from openrlhf.plan.terms import STATES, Term, times, total
 
 Phase = str
 LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING = (
@@ -82,24 +81,23 @@ class GroupPlaces:
 def estimate(work: Workload, machine: Machine, shapes: Shapes) -> tuple[GroupMemory, ...]:
     """Return the memory of each group of devices; engines with their own devices are also a group."""
     found: list[GroupMemory] = []
-    engine = None
-    if work.engine is not None:
-        engine = EnginePlace(work, work.engine, shape_of_policy(work, shapes), machine)
+    engine = engine_of(work, machine, shapes)
     for group in work.groups:
         places = tuple(place_of(work, group, model, shapes, machine) for model in group.models)
         here = GroupPlaces(work, group, places, engine if group.has_engine else None)
         found.append(group_memory(here, machine))
     if engine is not None and not any(group.has_engine for group in work.groups):
-        context = Term(ROLE, terms.CONTEXT, CONTEXT_BYTES + NCCL_BYTES, certain=False)
-        host = Term(ROLE, terms.PROCESSES, HOST_PROCESS * min(engine.engine.devices, machine.per_node), certain=False)
+        context = Term(ROLE, "CUDA context", CONTEXT_BYTES + NCCL_BYTES, certain=False)
+        host = Term(ROLE, "processes", HOST_PROCESS * min(engine.engine.devices, machine.per_node), certain=False)
         needed = PhaseMemory(GENERATION, (*engine.terms(), context), (host,))
         found.append(GroupMemory("engines", work.devices - sum(group.devices for group in work.groups), (needed,)))
     return tuple(found)
 
 
-def shape_of_policy(work: Workload, shapes: Shapes) -> ModelShape:
-    first = work.groups[0].models[0]
-    return shapes[first.name, first.scalar]
+def engine_of(work: Workload, machine: Machine, shapes: Shapes) -> EnginePlace | None:
+    """Return the engines of a run; None for a supervised command."""
+    policy = work.groups[0].models[0]
+    return None if work.engine is None else EnginePlace(work, work.engine, shapes[policy.name, policy.scalar], machine)
 
 
 def place_of(work: Workload, group: WorkGroup, model: WorkModel, shapes: Shapes, machine: Machine) -> ModelPlace:
@@ -136,8 +134,8 @@ def with_overhead(here: GroupPlaces, found: Sequence[Term], machine: Machine) ->
     separate = here.engine is not None and here.engine.engine.vllm and here.group.name != "model"
     contexts = CONTEXT_BYTES * (1 + separate) + (NCCL_BYTES if here.group.devices > 1 else 0.0)
     added = (
-        Term("PyTorch", terms.RESERVE, RESERVE_SHARE * passing, certain=False),
-        Term("PyTorch", terms.CONTEXT, contexts, certain=False),
+        Term("PyTorch", "allocator reserve", RESERVE_SHARE * passing, certain=False),
+        Term("PyTorch", "CUDA context", contexts, certain=False),
     )
     return tuple(term for term in (*found, *added) if term.size > 0)
 
@@ -155,10 +153,10 @@ def engine_terms(here: GroupPlaces, *, awake: bool, weights: bool = False) -> li
         return []
     found = here.engine.terms()
     if not here.engine.engine.vllm:  # its cache exists only while it generates
-        return found if awake else [term for term in found if term.kind == terms.WEIGHTS]
+        return found if awake else [term for term in found if term.kind == "weights"]
     if awake or not here.engine.engine.sleeps:
         return found
-    return [term for term in found if weights and term.kind == terms.WEIGHTS]
+    return [term for term in found if weights and term.kind == "weights"]
 
 
 def awake(here: GroupPlaces, place: ModelPlace | None) -> list[Term]:
@@ -173,7 +171,7 @@ def on_load(here: GroupPlaces) -> list[Term]:
         term
         for place in here.models
         for term in resting_terms(place)[0]
-        if term.kind != terms.MOMENTS or place.deepspeed
+        if term.kind != "optimizer states" or place.deepspeed
     ]
     return [*states, *engine_terms(here, awake=False)]
 
@@ -206,7 +204,7 @@ def in_sync(here: GroupPlaces) -> list[Term]:
     model = policy.width * policy.shape.parameters
     bucket = min(MAX_SYNC_BUCKET, max(MIN_SYNC_BUCKET, model / BUCKETS_PER_MODEL))
     buffers = 0.0 if shares else 2 * bucket + policy.width * policy.shape.largest
-    sent = [Term("policy", terms.SYNC, buffers), *gathered_terms(policy)]
+    sent = [Term("policy", "sync buffers", buffers), *gathered_terms(policy)]
     return [*awake(here, policy), *sent, *engine_terms(here, awake=False, weights=True)]
 
 
@@ -220,28 +218,28 @@ def on_save(here: GroupPlaces) -> list[Term]:
 
 def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term, ...]:
     """Return the terms of all processes of a node."""
-    found: list[Term] = [Term("all", terms.PROCESSES, HOST_PROCESS, certain=False)]
+    found: list[Term] = [Term("all", "processes", HOST_PROCESS, certain=False)]
     for place in here.models:
         if place.on_cpu:
             continue
         device, host = resting_terms(place)
         found += host
-        pinned = total(term for term in host if term.kind in (terms.MASTERS, terms.OFFLOADED))
+        pinned = total(term for term in host if term.kind in ("fp32 masters", "offloaded"))
         if here.work.sleeps and place.model.trained and phase != LOADING:
-            states = total(term for term in device if term.kind in terms.STATES)
-            found.append(place.term(terms.ASLEEP, states))
+            states = total(term for term in device if term.kind in STATES)
+            found.append(place.term("asleep", states))
             pinned += states
         if not place.deepspeed:  # PyTorch rounds up each tensor, and DeepSpeed joins tensors to a few large ones
-            found.append(place.term(terms.ROUNDING, (place.shape.rounding - 1) * pinned, certain=False))
+            found.append(place.term("rounding of pinned memory", (place.shape.rounding - 1) * pinned, certain=False))
     if phase == LOADING and here.models and not here.models[0].on_cpu:
         found.append(max((loading_term(place) for place in here.models), key=lambda term: term.size))
     if phase == SAVING:
         found.append(max((saving_term(place) for place in here.trained), key=lambda term: term.size))
-    each = list(terms.times(found, per_node))
+    each = list(times(found, per_node))
     if here.work.moving_average and here.models[0].model.role == "policy":
         policy = here.models[0]  # each process averages its shard; without shards, the first one averages everything
         share = per_node / policy.ranks if policy.is_sharded and policy.split == 1 else 1.0
-        each.append(policy.term(terms.AVERAGE, share * FP32 * policy.trained))
+        each.append(policy.term("moving average", share * FP32 * policy.trained))
     return tuple(term for term in each if term.size > 0)
 
 
@@ -253,14 +251,14 @@ def loading_term(place: ModelPlace) -> Term:
     whole = place.width * place.shape.parameters
     if place.fsdp and not place.shape.routed:  # experts are joined while they load
         widened = FP32 if place.model.trained and not place.adapted else place.width
-        return place.term(terms.LOADING, widened * max(place.shape.layer, outer_parameters(place)), certain=False)
+        return place.term("loading", widened * max(place.shape.layer, outer_parameters(place)), certain=False)
     sharded = place.is_sharded and not place.model.scalar
     size = min(whole, place.weights / place.ranks + LOADED_FILE) if sharded else whole
     size = min(whole, LOADED_FILE) if place.work.loading.load_in_4bit else size
-    return place.term(terms.LOADING, size, certain=False)
+    return place.term("loading", size, certain=False)
 
 
 def saving_term(place: ModelPlace) -> Term:
     """Return the host memory of a process that writes a checkpoint; without DeepSpeed, all states are held together."""
     states = 0.0 if place.deepspeed else 3 * FP32 * place.trained / (place.ranks if place.fsdp else 1)
-    return place.term(terms.SAVING, states, certain=False)
+    return place.term("files being written", states, certain=False)

@@ -26,30 +26,27 @@ class GPU:
     host: float  # GB/s to host memory, in practice
 
 
-def _gpu(name: str, gib: float, teraflops: float, bandwidth: float, link: float, host: float) -> tuple[str, GPU]:
-    return name, GPU(name, gib * GIB, teraflops, bandwidth, link, host)
-
-
 # The first entry whose name is a word of the device's name applies. The A100 has 40 or 80 GB; some names say which.
-GPUS: dict[str, GPU] = dict(
-    (
-        _gpu("B200", 178.4, 2250.0, 8000, link=900, host=50),
-        _gpu("H200", 139.8, 989.0, 4800, link=450, host=37),
-        _gpu("H100", 79.1, 989.0, 3350, link=450, host=37),
-        _gpu("H800", 79.1, 989.0, 3350, link=200, host=37),
-        _gpu("GH200", 94.5, 989.0, 4000, link=450, host=200),
-        _gpu("A100-80", 79.1, 312.0, 2039, link=300, host=20),
-        _gpu("A100-40", 39.4, 312.0, 1555, link=300, host=20),
-        _gpu("A800", 79.1, 312.0, 2039, link=200, host=20),
-        _gpu("L40S", 44.4, 362.0, 864, link=25, host=20),
-        _gpu("L4", 22.0, 121.0, 300, link=25, host=20),
-        _gpu("A10", 22.1, 125.0, 600, link=25, host=20),
-        _gpu("A40", 44.4, 150.0, 696, link=25, host=20),
-        _gpu("4090", 23.5, 165.0, 1008, link=20, host=20),
-        _gpu("3090", 23.6, 71.0, 936, link=20, host=20),
-        _gpu("T4", 14.6, 65.0, 320, link=12, host=10),  # fp16, since it has no bf16
+GPUS: dict[str, GPU] = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("B200", 178.4 * GIB, 2250.0, 8000, link=900, host=50),
+        GPU("H200", 139.8 * GIB, 989.0, 4800, link=450, host=37),
+        GPU("H100", 79.1 * GIB, 989.0, 3350, link=450, host=37),
+        GPU("H800", 79.1 * GIB, 989.0, 3350, link=200, host=37),
+        GPU("GH200", 94.5 * GIB, 989.0, 4000, link=450, host=200),
+        GPU("A100-80", 79.1 * GIB, 312.0, 2039, link=300, host=20),
+        GPU("A100-40", 39.4 * GIB, 312.0, 1555, link=300, host=20),
+        GPU("A800", 79.1 * GIB, 312.0, 2039, link=200, host=20),
+        GPU("L40S", 44.4 * GIB, 362.0, 864, link=25, host=20),
+        GPU("L4", 22.0 * GIB, 121.0, 300, link=25, host=20),
+        GPU("A10", 22.1 * GIB, 125.0, 600, link=25, host=20),
+        GPU("A40", 44.4 * GIB, 150.0, 696, link=25, host=20),
+        GPU("4090", 23.5 * GIB, 165.0, 1008, link=20, host=20),
+        GPU("3090", 23.6 * GIB, 71.0, 936, link=20, host=20),
+        GPU("T4", 14.6 * GIB, 65.0, 320, link=12, host=10),  # fp16, since it has no bf16
     )
-)
+}
 
 
 @dataclass(frozen=True)

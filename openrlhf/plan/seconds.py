@@ -18,8 +18,8 @@ from openrlhf.plan.estimate import (
     TRAINING,
     Phase,
     Shapes,
+    engine_of,
     place_of,
-    shape_of_policy,
 )
 from openrlhf.plan.flops import StepSize, step_flops
 from openrlhf.plan.gpus import GPU, Machine
@@ -60,10 +60,9 @@ def phase_seconds(work: Workload, machine: Machine, shapes: Shapes) -> tuple[Pha
     groups = [
         (group, [place_of(work, group, model, shapes, machine) for model in group.models]) for group in work.groups
     ]
-    if work.engine is not None:
-        engine = EnginePlace(work, work.engine, shape_of_policy(work, shapes), machine)
-        if engine.shortage() <= 0:
-            parts[GENERATION] = generation(engine, gpu)
+    engine = engine_of(work, machine, shapes)
+    if engine is not None and engine.shortage() <= 0:
+        parts[GENERATION] = generation(engine, gpu)
     scored = [
         [scoring(place, machine) for place in places if not place.model.trained or scores(work, place)]
         for _, places in groups

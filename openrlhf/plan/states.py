@@ -10,16 +10,7 @@ from dataclasses import dataclass
 
 from openrlhf.config.workload import WorkGroup, Workload, WorkModel
 from openrlhf.plan.shapes import ModelShape
-from openrlhf.plan.terms import (
-    BUCKETS,
-    GATHERED,
-    GRADIENTS,
-    MASTERS,
-    MOMENTS,
-    OFFLOADED,
-    WEIGHTS,
-    Term,
-)
+from openrlhf.plan.terms import Kind, Term
 
 FP32, MOMENT_BYTES = 4, 8
 NF4 = 0.516  # bytes per weight: 4 bits, and the constants of double quantisation
@@ -118,7 +109,7 @@ class ModelPlace:
         """True if ZeRO-3 or FSDP divides the weights."""
         return self.stage == 3 and not self.work.loading.load_in_4bit
 
-    def term(self, kind: str, size: float, *, certain: bool = True) -> Term:
+    def term(self, kind: Kind, size: float, *, certain: bool = True) -> Term:
         return Term(self.model.role, kind, size, certain)
 
 
@@ -126,15 +117,15 @@ def weight_terms(place: ModelPlace) -> list[Term]:
     """Return the weights on the device and, under ZeRO-3, those that are gathered for the current layers."""
     if place.fsdp:
         head = 0.0 if place.model.trained else place.width * place.shape.head * (1 - 1 / place.ranks)  # is kept whole
-        return [place.term(WEIGHTS, place.weights / place.ranks + head)]
+        return [place.term("weights", place.weights / place.ranks + head)]
     if not place.is_sharded:
-        return [place.term(WEIGHTS, place.weights)]
+        return [place.term("weights", place.weights)]
     head = place.width * place.shape.head  # stays gathered
     live = place.width * min(place.parameters, max(LIVE_PARAMETERS, place.shape.layer / place.split))
     secondary = place.weights / place.work.sharding.zpg if place.work.sharding.zpg > 1 else 0.0
     return [
-        place.term(WEIGHTS, place.weights / place.ranks + secondary),
-        place.term(GATHERED, live + head, certain=False),
+        place.term("weights", place.weights / place.ranks + secondary),
+        place.term("gathered layers", live + head, certain=False),
     ]
 
 
@@ -149,7 +140,7 @@ def optimizer_terms(place: ModelPlace) -> list[Term]:
     if place.work.muon:  # one momentum for matrices, Adam for the vocabulary
         vocabulary = 0.0 if place.adapted else max(place.shape.embedding, place.shape.head)
         moments = FP32 * (place.trained - vocabulary) + MOMENT_BYTES * vocabulary
-    return [place.term(MASTERS, masters), place.term(MOMENTS, moments)]
+    return [place.term("fp32 masters", masters), place.term("optimizer states", moments)]
 
 
 def gradient_bytes(place: ModelPlace) -> float:
@@ -165,7 +156,7 @@ def gathered_terms(place: ModelPlace) -> list[Term]:
     if not place.fsdp:
         return []
     layers = min(GATHERED_LAYERS, place.shape.layers) * layer_part(place)
-    return [place.term(GATHERED, place.width * (outer_parameters(place) + layers), certain=False)]
+    return [place.term("gathered layers", place.width * (outer_parameters(place) + layers), certain=False)]
 
 
 def bucket_terms(place: ModelPlace) -> list[Term]:
@@ -173,10 +164,10 @@ def bucket_terms(place: ModelPlace) -> list[Term]:
     if place.fsdp:  # gradients of a layer, or of embeddings and head, in the computing dtype and in fp32
         share = place.trained / place.parameters
         size = (place.width + FP32) * share * max(layer_part(place), outer_parameters(place))
-        return [place.term(BUCKETS, size, certain=False)]
+        return [place.term("reduce buckets", size, certain=False)]
     if place.stage == 0:
         return []
-    return [place.term(BUCKETS, place.width * min(REDUCE_BUCKET, place.trained), certain=False)]
+    return [place.term("reduce buckets", place.width * min(REDUCE_BUCKET, place.trained), certain=False)]
 
 
 def layer_part(place: ModelPlace) -> float:
@@ -200,11 +191,11 @@ def resting_terms(place: ModelPlace) -> tuple[list[Term], list[Term]]:
         head = whole_head / (place.ranks if place.is_sharded else 1)
         weights = place.weights / (place.ranks if place.is_sharded else 1)
         kept = whole_head if place.fsdp else head
-        return [place.term(WEIGHTS, kept)], [place.term(OFFLOADED, weights - head)]
+        return [place.term("weights", kept)], [place.term("offloaded", weights - head)]
     optimizer = optimizer_terms(place)
     if not place.work.sharding.adam_offload or place.on_cpu:
         return [*weight_terms(place), *optimizer], []
-    gradients = place.term(GRADIENTS, gradient_bytes(place))
+    gradients = place.term("gradients", gradient_bytes(place))
     if place.fsdp:  # all shards are in host memory
-        return [], [place.term(OFFLOADED, place.weights / place.ranks), *optimizer, gradients]
+        return [], [place.term("offloaded", place.weights / place.ranks), *optimizer, gradients]
     return weight_terms(place), [*optimizer, gradients]

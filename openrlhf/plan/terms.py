@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from openrlhf.plan.gpus import GIB
 
-# Kinds of terms.
-WEIGHTS = "weights"
-MASTERS = "fp32 masters"
-MOMENTS = "optimizer states"
-GRADIENTS = "gradients"
-GATHERED = "gathered layers"
-BUCKETS = "reduce buckets"
-ACTIVATIONS = "activations"
-HEAD = "head chunks"
-CACHE = "KV cache"
-RESERVE = "allocator reserve"
-CONTEXT = "CUDA context"
-SYNC = "sync buffers"
-ASLEEP = "asleep"
-OFFLOADED = "offloaded"
-LOADING = "loading"
-AVERAGE = "moving average"
-SAVING = "files being written"
-PROCESSES = "processes"
-ROUNDING = "rounding of pinned memory"
-
-STATES = (WEIGHTS, MASTERS, MOMENTS)  # what exists between steps
+Kind = Literal[
+    "weights",
+    "fp32 masters",
+    "optimizer states",
+    "gradients",
+    "gathered layers",
+    "reduce buckets",
+    "activations",
+    "head chunks",
+    "KV cache",
+    "allocator reserve",
+    "CUDA context",
+    "sync buffers",
+    "asleep",
+    "offloaded",
+    "loading",
+    "moving average",
+    "files being written",
+    "processes",
+    "rounding of pinned memory",
+]
+STATES: tuple[Kind, ...] = ("weights", "fp32 masters", "optimizer states")  # what exists between steps
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Term:
     """Bytes of one kind, of one model or engine."""
 
     role: str
-    kind: str
+    kind: Kind
     size: float  # bytes
     certain: bool = True  # False if it depends on the lengths of the data
 
