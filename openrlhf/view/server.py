@@ -19,7 +19,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ConfigError
-from openrlhf.view.metrics import Position
+from openrlhf.view.metrics import Position, read_metrics
 from openrlhf.view.page import STATIC, TYPES, served_files, served_page
 from openrlhf.view.sample_index import Query
 from openrlhf.view.viewer import Viewer, to_json
@@ -76,15 +76,15 @@ def _add_answers(app: FastAPI, viewer: Viewer) -> None:
 
     @app.get("/api/flags")
     def flags(run: int) -> Response:
-        return _answer(viewer.flags(run))
+        return _answer(viewer.run(run).config().flags)
 
     @app.get("/api/metrics")
     def metrics(run: int, since: Annotated[Position, Depends()]) -> Response:
-        return _answer(viewer.metrics(run, since))
+        return _answer(read_metrics(viewer.run(run).metrics, since))
 
     @app.get("/api/samples")
     def samples(query: Annotated[Query, Depends()]) -> Response:
-        return _answer(viewer.find(query))
+        return _answer(viewer.index.find(query))
 
     @app.get("/api/group")
     def group(sample: int) -> Response:

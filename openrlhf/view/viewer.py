@@ -1,6 +1,6 @@
-"""Answer the page's requests: the list of runs, their curves, their samples, and the tokens of a sample.
+"""The runs of a page: the list of them, an index of their samples, and the samples of a prompt with their tokens.
 
-`Viewer` answers for a server, from files that may still grow. The report uses `shown_sample` and `to_json`, too.
+`Viewer` answers a server's requests, from files that may still grow. The report uses `shown_sample` and `to_json`, too.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
-from openrlhf.view.metrics import NewMetrics, Position, read_metrics
 from openrlhf.view.records import Sample, SampleRecords
 from openrlhf.view.runs import RunFolder, find_runs
-from openrlhf.view.sample_index import Found, Query, SampleIndex
+from openrlhf.view.sample_index import SampleIndex
 from openrlhf.view.token_texts import TokenTexts
 
 MOST_SIDE_BY_SIDE = 32  # samples of one prompt that are shown together
@@ -113,15 +112,6 @@ class Viewer:
         return [
             ShownRun(number, run.name, str(run.folder), counts.get(number, 0)) for number, run in enumerate(self.found)
         ]
-
-    def flags(self, number: int) -> Mapping[str, object]:
-        return self.run(number).config().flags
-
-    def metrics(self, number: int, since: Position) -> NewMetrics:
-        return read_metrics(self.run(number).metrics, since)
-
-    def find(self, query: Query) -> Found:
-        return self.index.find(query)
 
     def group(self, sample: int) -> PromptSamples:
         """Return the group of a sample; empty if its record is gone."""
