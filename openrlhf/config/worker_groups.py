@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_devices, used_roles
+from openrlhf.config.runtime import num_devices, resolve_runtime, used_roles
 from openrlhf.config.sections.cluster import Role
 
 NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
-COLOCATED = "models"  # name of the single group of --colocate_all_models
+COLOCATED = "models"  # name of the single group of --colocate_all_models, and of a local run
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GroupPlan:
 
 
 def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
-    """Return one group per set of roles that share processes.
+    """Return one group per set of roles that share processes, the policy's first; a local run has a single process.
 
     The config checks guarantee that colocated roles request the same number of devices.
     """
@@ -43,7 +43,7 @@ def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
         per_node = num_devices(config, roles[0]) // nodes
         return GroupPlan(name, roles, nodes, per_node, rewards if "reward" in roles else ())
 
-    if placement.colocate_all_models:
+    if placement.colocate_all_models or resolve_runtime(config) == "local":
         return (make_group(COLOCATED, tuple(used), rewards),)
     together: list[tuple[Role, ...]] = []
     if placement.colocate_actor_ref and "ref" in used:

@@ -24,12 +24,11 @@ from openrlhf.config.runtime import (
     resolve_runtime,
     scores_policy,
     steps_per_rollout,
-    used_roles,
     uses_vllm,
 )
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.config.sections.training import ShardingFlags
-from openrlhf.config.worker_groups import COLOCATED, GroupPlan, plan_groups
+from openrlhf.config.worker_groups import GroupPlan, plan_groups
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def rl_workload(config: RLConfig) -> Workload:
         train = min(max(rollout.train_max_tokens_per_gpu, context), share * context)
         score = min(max(rollout.scoring_token_budget, context), ceil(samples / ranks) * context)
     engine = _engine(config)
-    groups = [_rl_group(config, group) for group in _worker_groups(config)]
+    groups = [_rl_group(config, group) for group in plan_groups(config)]
     hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
     if not engine.vllm or hybrid or resolve_runtime(config) == "local":
         groups[0] = replace(groups[0], has_engine=True)
@@ -192,14 +191,6 @@ def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int
         always_deepspeed=config.checkpoints.use_ds_universal_ckpt or config.sharding.backend == "deepspeed",
         muon=config.optimizer.optim == "muon",
     )
-
-
-def _worker_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
-    """Return the groups of processes, with the policy's first; a local run has one process for everything."""
-    if resolve_runtime(config) == "ray":
-        return plan_groups(config)
-    rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
-    return (GroupPlan(COLOCATED, tuple(used_roles(config)), 1, 1, rewards),)
 
 
 def _rl_group(config: RLConfig, group: GroupPlan) -> WorkGroup:
