@@ -4,6 +4,7 @@ Each error also derives from a standard error, so that `except ValueError` works
 Commands print the message and exit with `exit_code`: 2 for invalid input, 1 for a failed run.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
@@ -90,6 +91,11 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has none."""
     message = str(error).strip()
     return message.splitlines()[0] if message else type(error).__name__
+
+
+def listed(items: Sequence[str], last: str = "and") -> str:
+    """Return items as words of a message, such as `a`, `a and b` or `a, b or c`."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -13,6 +13,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Collection, Sequence
+from textwrap import indent
 from typing import get_args, get_origin
 
 from openrlhf.config.aliases import known_spellings, successor
@@ -41,7 +42,7 @@ def help_text(command: type, parser: argparse.ArgumentParser, topic: str = "") -
         return laid_out(parser, [*flags, "config"])
     if not topic:
         essential = [name for name, item in flags.items() if item.essential or item.required]
-        parser.description = f"{parser.description}\n\ntypical use:\n{indented(typical_use(command, parser.prog))}"
+        parser.description = f"{parser.description}\n\ntypical use:\n{indent(typical_use(command, parser.prog), '  ')}"
         if len(essential) < len(flags):
             parser.epilog = f"{len(essential)} of {len(flags)} flags. {MORE}"
         return laid_out(parser, [*essential, "config"])
@@ -68,7 +69,7 @@ def help_text(command: type, parser: argparse.ArgumentParser, topic: str = "") -
 
 def in_section(flags: Collection[Flag], word: str) -> list[str]:
     """Return the flags of the sections that this word names, and flags elsewhere whose name contains it."""
-    sections = {item.section for item in flags if word in (item.section, *words_of(item.title))}
+    sections = {item.section for item in flags if word in (item.section, *re.findall(r"\w+", item.title.lower()))}
     named = [item.name for item in flags if item.section in sections or word in item.name.split("_")]
     return named if sections else []
 
@@ -79,20 +80,12 @@ def mentioning(flags: Collection[Flag], word: str) -> list[str]:
     return [item.name for item in flags if word in item.name or text in item.help.lower().replace("-", " ")]
 
 
-def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 def laid_out(parser: argparse.ArgumentParser, shown: Collection[str]) -> str:
     """Return argparse's help with only these flags."""
     for action in parser._actions:
         if action.dest not in shown and action.option_strings:
             action.help = argparse.SUPPRESS
     return parser.format_help()
-
-
-def indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def flag_in_full(item: Flag, spellings: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from openrlhf.config.flag_file import FileEntry, read_flag_file
 from openrlhf.config.flags import Flag, choices_of, flags_of, in_reading_order, replace_flags, summary_of, without_none
 from openrlhf.config.help import asked_topic, help_text
 from openrlhf.config.unknown_flags import NEGATIVE_NUMBER, unknown_flags, unknown_words, wrong_choice
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, listed
 from openrlhf.monitor import say
 
 C = TypeVar("C")
@@ -184,9 +184,7 @@ def file_arguments(command: type, parser: argparse.ArgumentParser, path: Path) -
 def at_lines(entries: Sequence[FileEntry]) -> str:
     """Return `, line 3` or `, lines 3 and 5`."""
     lines = [str(entry.line) for entry in entries if entry.line is not None]
-    if len(lines) < 2:
-        return f", line {lines[0]}" if lines else ""
-    return f", lines {', '.join(lines[:-1])} and {lines[-1]}"
+    return f", {'line' if len(lines) == 1 else 'lines'} {listed(lines)}" if lines else ""
 
 
 def mapping_arguments(command: type, values: Mapping[str, object]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from openrlhf.config.aliases import known_spellings
 from openrlhf.config.flags import choices_of, flags_of
 from openrlhf.config.suggestions import UNNEEDED, suggest, suggest_choice
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, listed
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 ALL_FLAGS = "--help all for all flags"
@@ -49,14 +49,13 @@ def unknown_flags(command: type, given: Mapping[str, str]) -> ConfigError:
         (flag,) = given
         fix = "leave it out, since nothing here needs it" if unneeded else hints[flag] or ALL_FLAGS
         return ConfigError(f"{flag} is not a flag of this command", try_this=fix)
-    *others, last = given
     fixes = [f"{hint} instead of {flag}" for flag, hint in hints.items() if hint]
     if unneeded:
         fixes.append(f"leave out {', '.join(unneeded)}")
     if not all(hints.values()):
         fixes.append(ALL_FLAGS)
     fix = "; ".join(fixes) if len(fixes) < MANY else "".join(f"\n  {item}" for item in fixes)
-    return ConfigError(f"{', '.join(others)} and {last} are not flags of this command", try_this=fix)
+    return ConfigError(f"{listed([*given])} are not flags of this command", try_this=fix)
 
 
 def what_to_write(command: type, name: str, value: str) -> str | None:
@@ -81,8 +80,7 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 def wrong_choice(flag: str, given: str, choices: Sequence[str], prog: str) -> ConfigError:
     """Build the error about a value that is not among a flag's choices."""
-    *others, last = choices
     return ConfigError(
-        f"--{flag}: expected {', '.join(others)} or {last}, got {given!r}",
+        f"--{flag}: expected {listed(choices, 'or')}, got {given!r}",
         try_this=suggest_choice(flag, given, choices) or f"{prog} --help {flag}",
     )

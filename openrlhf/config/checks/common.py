@@ -51,8 +51,12 @@ def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
 
 def template_has_a_placeholder(config: Templated) -> None:
     """Reject a template without {}: every prompt would become the same text."""
-    template = config.template.input_template
-    if template is not None and "{}" not in template and not config.template.apply_chat_template:
+    if not config.template.apply_chat_template:
+        must_have_placeholder(config.template.input_template)
+
+
+def must_have_placeholder(template: str | None) -> None:
+    if template and "{}" not in template:
         raise ConfigError(
             f"--input_template {template!r} has no {{}} for the input",
             try_this="--input_template $'User: {}\\nAssistant: '",

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from openrlhf.config.checks.common import must_have_placeholder
 from openrlhf.config.checks.paths import looks_local, must_be_writable
 from openrlhf.config.commands import ExportConfig, TrainingConfig
 from openrlhf.errors import ConfigError
@@ -60,12 +61,7 @@ def something_is_exported(config: ExportConfig) -> None:
 
 def input_template_has_a_placeholder(config: ExportConfig) -> None:
     """Reject a template without {}, which would drop the user's prompt."""
-    template = config.export.input_template
-    if template and "{}" not in template:
-        raise ConfigError(
-            f"--input_template {template!r} has no {{}} for the input",
-            try_this="--input_template $'User: {}\\nAssistant: '",
-        )
+    must_have_placeholder(config.export.input_template)
 
 
 def source_is_a_model_or_an_adapter(config: ExportConfig) -> None:

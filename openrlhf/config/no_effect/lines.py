@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, get_origin
 
 from openrlhf.config.flags import Flag, flag_values, flags_of, without_none
+from openrlhf.errors import listed
 
 C = TypeVar("C")
 Reason: TypeAlias = tuple[str, str, Callable[[C], object]]  # flags separated by spaces, why, when
@@ -68,7 +69,3 @@ def show(item: Flag, value: object) -> str:
         return f"--{item.name}"
     shown = value if isinstance(value, tuple) else (value,)
     return " ".join((f"--{item.name}", *("false" if part is False else str(part) for part in shown)))
-
-
-def listed(items: Sequence[str]) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
