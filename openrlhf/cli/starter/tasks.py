@@ -5,7 +5,7 @@ needs far less. `recipes/` has files by GPU size.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
@@ -43,7 +43,7 @@ GROUPS_OF_4 = flags(RL, n_samples_per_prompt=4, train_batch_size=128)
 REWARD_FUNCTION = flags(label_key="answer", remote_rm_url="./reward.py")
 GROUPS_OF_8 = flags(RL, n_samples_per_prompt=8, train_batch_size=256, init_kl_coef=0)
 
-TASKS: Mapping[str, Starter] = {  # the choices of --task
+STARTERS = {
     "sft": Starter(
         "Supervised fine-tuning on conversations",
         "train_sft",
@@ -56,33 +56,15 @@ TASKS: Mapping[str, Starter] = {  # the choices of --task
             multiturn=True,
             learning_rate=1e-5,
             max_epochs=2,
-            save_path="./runs/sft",
         ),
     ),
-    "rm": Starter(
-        "A reward model from pairs of responses",
-        "train_rm",
-        PAIR,
-        flags(PAIRS, learning_rate=9e-6, save_path="./runs/rm"),
-    ),
-    "dpo": Starter(
-        "DPO on pairs of responses",
-        "train_dpo",
-        PAIR,
-        flags(PAIRS, learning_rate=5e-7, beta=0.1, save_path="./runs/dpo"),
-    ),
+    "rm": Starter("A reward model from pairs of responses", "train_rm", PAIR, flags(PAIRS, learning_rate=9e-6)),
+    "dpo": Starter("DPO on pairs of responses", "train_dpo", PAIR, flags(PAIRS, learning_rate=5e-7, beta=0.1)),
     "kto": Starter(
         "KTO on single responses with a label",
         "train_kto",
         '{"question": "Name a prime.", "answer": "7 is prime.", "label": 1}',
-        flags(
-            ANSWERS,
-            dataset="./labelled.jsonl",
-            label_key="label",
-            learning_rate=5e-7,
-            beta=0.1,
-            save_path="./runs/kto",
-        ),
+        flags(ANSWERS, dataset="./labelled.jsonl", label_key="label", learning_rate=5e-7, beta=0.1),
     ),
     "kd": Starter(
         "Distillation from a teacher with the same vocabulary",
@@ -94,7 +76,6 @@ TASKS: Mapping[str, Starter] = {  # the choices of --task
             teacher_model="Qwen/Qwen2.5-3B-Instruct",
             kd_coef=0.4,
             learning_rate=1e-5,
-            save_path="./runs/kd",
         ),
     ),
     "prm": Starter(
@@ -109,7 +90,6 @@ TASKS: Mapping[str, Starter] = {  # the choices of --task
             placeholder_token="#",
             reward_tokens=("+", "-"),
             learning_rate=1e-6,
-            save_path="./runs/prm",
         ),
     ),
     "ppo": Starter(
@@ -122,38 +102,25 @@ TASKS: Mapping[str, Starter] = {  # the choices of --task
             advantage_estimator="gae",
             critic_learning_rate=9e-6,
             init_kl_coef=0.01,
-            save_path="./runs/ppo",
         ),
     ),
     "grpo": Starter(
         "GRPO with a reward function",
         "train_ppo",
         QUESTION,
-        flags(GROUPS_OF_8, REWARD_FUNCTION, advantage_estimator="group_norm", save_path="./runs/grpo"),
+        flags(GROUPS_OF_8, REWARD_FUNCTION, advantage_estimator="group_norm"),
     ),
     "reinforce": Starter(
         "REINFORCE++ with a reward function",
         "train_ppo",
         QUESTION,
-        flags(
-            GROUPS_OF_4,
-            REWARD_FUNCTION,
-            advantage_estimator="reinforce",
-            init_kl_coef=0.001,
-            save_path="./runs/reinforce",
-        ),
+        flags(GROUPS_OF_4, REWARD_FUNCTION, advantage_estimator="reinforce", init_kl_coef=0.001),
     ),
     "rloo": Starter(
         "RLOO with a reward function",
         "train_ppo",
         QUESTION,
-        flags(
-            GROUPS_OF_4,
-            REWARD_FUNCTION,
-            advantage_estimator="rloo",
-            init_kl_coef=0.01,
-            save_path="./runs/rloo",
-        ),
+        flags(GROUPS_OF_4, REWARD_FUNCTION, advantage_estimator="rloo", init_kl_coef=0.01),
     ),
     "agent": Starter(
         "GRPO with a multi-turn agent",
@@ -166,7 +133,12 @@ TASKS: Mapping[str, Starter] = {  # the choices of --task
             max_turns=3,
             max_len=4096,
             advantage_estimator="group_norm",
-            save_path="./runs/agent",
         ),
     ),
+}
+
+# By name: the choices of --task. Each task saves to a folder of its own.
+TASKS: Mapping[str, Starter] = {
+    name: replace(starter, values={**starter.values, "save_path": f"./runs/{name}"})
+    for name, starter in STARTERS.items()
 }
