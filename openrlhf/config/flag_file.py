@@ -1,6 +1,6 @@
 """YAML files of flags (`--config`): the keys of a file with their values, and their lines for error messages."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ class FileEntry:
 
     name: str
     value: object
-    line: int | None  # None for a key that is not text
+    line: int
 
 
 def read_flag_file(path: Path, known: Collection[str]) -> list[FileEntry]:
@@ -28,7 +28,9 @@ def read_flag_file(path: Path, known: Collection[str]) -> list[FileEntry]:
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        content = None if node is None else loader.construct_document(node)
+        if isinstance(node, yaml.MappingNode):
+            return entries_of(loader, node, known)
+        problem = "contains no flags"
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file", try_this=nearest_path(str(path))) from None
     except OSError as error:
@@ -38,41 +40,23 @@ def read_flag_file(path: Path, known: Collection[str]) -> list[FileEntry]:
         raise ConfigError(f"--config {path} is not YAML: {line}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or a date such as 2026-13-01
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise too_deep(path) from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"--config {path} contains no flags", try_this="lines such as `pretrain: ./model`")
-    try:
-        lines = lines_of_keys(node)
-        return [FileEntry(name, value, lines.get(name)) for name, value in flatten(content, known)]
-    except RecursionError:  # an alias for an object that contains it
-        raise too_deep(path) from None
+    except RecursionError:  # nested too deeply, or an alias for an object that contains it
+        problem = "nests too deeply"
+    raise ConfigError(f"--config {path} {problem}", try_this="lines such as `pretrain: ./model`")
 
 
-def too_deep(path: Path) -> ConfigError:
-    return ConfigError(f"--config {path} nests too deeply", try_this="lines such as `pretrain: ./model`")
-
-
-def flatten(content: Mapping[str, object], known: Collection[str], prefix: str = "") -> list[tuple[str, object]]:
-    """Flatten nested keys to dotted names: `{ds: {zero_stage: 3}}` gives `ds.zero_stage`."""
-    rows: list[tuple[str, object]] = []
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and name not in known:
-            rows += flatten(value, known, f"{name}.")
-        else:
-            rows.append((name, value))
-    return rows
-
-
-def lines_of_keys(node: "yaml.Node | None", prefix: str = "") -> dict[str, int]:
-    """Return the line of each key by its dotted name."""
+def entries_of(
+    loader: "yaml.SafeLoader", node: "yaml.MappingNode", known: Collection[str], prefix: str = ""
+) -> list[FileEntry]:
+    """Return the keys of a mapping; nested ones have dotted names: `{ds: {zero_stage: 3}}` gives `ds.zero_stage`."""
     import yaml
 
-    lines: dict[str, int] = {}
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                lines[f"{prefix}{key.value}"] = key.start_mark.line + 1
-                lines |= lines_of_keys(value, f"{prefix}{key.value}.")
-    return lines
+    loader.flatten_mapping(node)  # of keys that are merged with <<
+    found: list[FileEntry] = []
+    for key, value in node.value:
+        name = f"{prefix}{loader.construct_object(key, deep=True)}"
+        if isinstance(value, yaml.MappingNode) and name not in known:
+            found += entries_of(loader, value, known, f"{name}.")
+        else:
+            found.append(FileEntry(name, loader.construct_object(value, deep=True), key.start_mark.line + 1))
+    return found

@@ -183,8 +183,8 @@ def file_arguments(command: type, parser: argparse.ArgumentParser, path: Path) -
 
 def at_lines(entries: Sequence[FileEntry]) -> str:
     """Return `, line 3` or `, lines 3 and 5`."""
-    lines = [str(entry.line) for entry in entries if entry.line is not None]
-    return f", {'line' if len(lines) == 1 else 'lines'} {listed(lines)}" if lines else ""
+    lines = [str(entry.line) for entry in entries]
+    return f", {'line' if len(lines) == 1 else 'lines'} {listed(lines)}"
 
 
 def mapping_arguments(command: type, values: Mapping[str, object]) -> list[str]:
