@@ -35,14 +35,6 @@ SPLITS = {
 }
 
 
-class AddedToken(TypedDict):
-    """An entry of `added_tokens` in tokenizer.json."""
-
-    id: int
-    content: str
-    special: bool
-
-
 class BPEModel(TypedDict):
     """`model` in tokenizer.json; types other than BPE have other keys."""
 
@@ -57,7 +49,6 @@ class TokenizerFile(TypedDict):
     """The parts of tokenizer.json that are read here."""
 
     model: BPEModel
-    added_tokens: Sequence[AddedToken]
     normalizer: Step | None
     pre_tokenizer: Step | None
 
@@ -97,7 +88,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary
         raise ConfigError(
             f"--gguf cannot write a tokenizer of the type {model['type']}: expected BPE", try_this=CONVERTER
         )
-    tokens, types = tokens_and_types(parts, size)
+    tokens, types = tokens_and_types(parts["model"], tokenizer, size)
     merges = [(left, right) for left, right in model["merges"]]
     if model.get("byte_fallback"):
         scores = merge_scores(tokens, merges)
@@ -107,24 +98,25 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary
     )
 
 
-def tokens_and_types(parts: TokenizerFile, size: int) -> tuple[list[str], list[TokenType]]:
+def tokens_and_types(
+    model: BPEModel, tokenizer: PreTrainedTokenizerBase, size: int
+) -> tuple[list[str], list[TokenType]]:
     """Return all tokens by id; ids without a token, which pad the embeddings, are marked as unused."""
     from gguf import TokenType
 
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [TokenType.UNUSED] * size
-    plain = parts["model"]["vocab"]
-    largest = max([*plain.values(), *(added["id"] for added in parts["added_tokens"])])
+    plain, added = model["vocab"], tokenizer.added_tokens_decoder
+    largest = max([*plain.values(), *added])
     if largest >= size:
         raise ConfigError(f"the tokenizer has a token with the id {largest}, but the model has {size} embeddings")
     for token, number in plain.items():
         is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        byte = is_byte and parts["model"].get("byte_fallback")
+        byte = is_byte and model.get("byte_fallback")
         tokens[number], types[number] = token, TokenType.BYTE if byte else TokenType.NORMAL
-    for added in parts["added_tokens"]:
-        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-        tokens[added["id"]], types[added["id"]] = added["content"], kind
-    unknown = parts["model"].get("unk_token")
+    for number, token in added.items():
+        tokens[number], types[number] = token.content, TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+    unknown = model.get("unk_token")
     if unknown in plain:
         types[plain[unknown]] = TokenType.UNKNOWN
     return tokens, types
