@@ -6,7 +6,7 @@ preview`. A training run shows only its first row, with `describe_row`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,7 @@ NICE_WIDTHS = (1, 2, 5)  # widths of bars, times a power of ten
 AnyRow = Row | Prompt | Answer
 # Why tokens are marked: trained on, part of a response that is compared, or the end of a step with a label.
 Marks = Literal["learned", "response", "labelled"]
+MARKS: Mapping[type, Marks] = {TokenRow: "learned", LabelledRow: "learned", PairRow: "response", StepRow: "labelled"}
 LabelText = Callable[[float], str]  # names the label of a step
 NUMBER: LabelText = "{:g}".format
 
@@ -101,7 +102,7 @@ def preview_data(
         report=loaded.report,
         rows=tuple(show_row(row, tokenizer, label_text) for row in loaded.rows[:num_rows]),
         tokens=sum(len(part.input_ids) for part in sequences),
-        marks=marks_of(loaded.rows[0]),
+        marks=MARKS.get(type(loaded.rows[0])),
         marked=int(sum(mask.sum() for mask in masks)),
         histogram=histogram(loaded.report.lengths),
         findings=(*loaded.report.all_findings(), *(finding for finding in extra if finding)),
@@ -153,19 +154,7 @@ def show_row(row: AnyRow, tokenizer: PreTrainedTokenizerBase, label_text: LabelT
         else:
             segments = marked_segments(part.input_ids, mask, tokenizer)
         shown.append(ShownSequence(part.name, len(part.input_ids), int(mask.sum()), segments))
-    return ShownRow(tuple(shown), marks_of(row), label)
-
-
-def marks_of(row: AnyRow) -> Marks | None:
-    """Return why tokens of this kind of row are marked."""
-    match row:
-        case TokenRow() | LabelledRow():
-            return "learned"
-        case PairRow():
-            return "response"
-        case StepRow():
-            return "labelled"
-    return None
+    return ShownRow(tuple(shown), MARKS.get(type(row)), label)
 
 
 def marked_segments(
