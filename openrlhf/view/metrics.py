@@ -7,8 +7,8 @@ run, is read again from the start.
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +88,4 @@ def _add_line(curves: dict[str, Points], line: bytes) -> bool:
 
 def finite(value: float) -> float | None:
     """Return the value, or None for NaN, infinities and integers beyond floats, which JSON cannot represent."""
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if abs(value) <= sys.float_info.max else None  # no comparison holds for NaN
