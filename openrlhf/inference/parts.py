@@ -51,22 +51,17 @@ class OutputParts:
         self.total = total
         self.group = group
         self.rank, self.world = int(os.environ.get("RANK", "0")), world_size()
-        self.own = self.folder / f"rank{self.rank}.jsonl"
         with ExitStack() as stack:
             stack.enter_context(hold_folder(self.folder, "--output_path", f".rank{self.rank}.lock"))
-            self._open(config)
+            self._open_folder(row_settings(config, total, apart_from=(self.folder, self.aside, output)))
+            own = self.folder / f"rank{self.rank}.jsonl"
+            if own.is_file():  # remove the incomplete last line that a killed process may have left
+                with own.open("r+b") as file:
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            self.found = find_rows(self.folder)  # rows that were finished when this process started
+            # Line-buffered, so that a killed process loses no finished row.
+            self.file = own.open("a", buffering=1, encoding="utf-8")
             self.lock = stack.pop_all()  # held from here on
-
-    def _open(self, config: object) -> None:
-        """Find the rows that earlier runs finished, and open the file of this process."""
-        total, output = self.total, self.output
-        self._open_folder(row_settings(config, total, apart_from=(self.folder, self.aside, output)))
-        if self.own.is_file():  # remove the incomplete last line that a killed process may have left
-            with self.own.open("r+b") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
-        self.found = find_rows(self.folder)  # rows that were finished when this process started
-        # Line-buffered, so that a killed process loses no finished row.
-        self.file = self.own.open("a", buffering=1, encoding="utf-8")
 
     def _open_folder(self, now: Mapping[str, object]) -> None:
         """Compare this run with the one that left rows in the folder, or record its settings in a new plan.
