@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 MAX_DEPTH = 100  # maximum levels of nested lists and objects
+SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python, always half of a pair
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate, alone or in a pair
 
 
@@ -62,7 +63,7 @@ def check_values(value: object, *, finite: bool) -> None:
                 inner += item.values()
             elif isinstance(item, list):
                 inner += item
-            elif isinstance(item, str) and not item.isascii() and not is_text(item):
+            elif isinstance(item, str) and SURROGATE.search(item):
                 raise InvalidJSON("a string contains half of a surrogate pair")
             elif finite and isinstance(item, float) and not math.isfinite(item):
                 raise InvalidJSON(f"expected finite numbers, got {item}")
@@ -81,12 +82,3 @@ def is_exact(value: object) -> bool:
     if type(value) is list:
         return all(map(is_exact, value))
     return value is None or type(value) in (str, int, float, bool)
-
-
-def is_text(text: str) -> bool:
-    """Return whether a string is valid Unicode, without halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

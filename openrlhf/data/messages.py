@@ -109,8 +109,9 @@ def read_message(item: object, place: Place) -> Message:
         if not isinstance(item.get("role"), str):
             raise place.mismatch("a message with role and content (or from and value)", item)
         message = {key: value for key, value in item.items() if value is not None and key != "call_text"}
-        if message.get("tool_calls"):
-            check_calls(message["tool_calls"], place)
+        calls = message.get("tool_calls") or []  # the chat template reads their content
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise place.mismatch("a list of objects as tool_calls", calls)
         return {**message, "content": read_content(item.get("content"), place)}
 
     speaker = item["from"]
@@ -121,12 +122,6 @@ def read_message(item: object, place: Place) -> Message:
     if calls is None:
         return {"role": role, "content": text}
     return {"role": role, "content": "", "tool_calls": calls, "call_text": text}
-
-
-def check_calls(calls: object, place: Place) -> None:
-    """Raise unless the tool calls of a message are a list of objects; the chat template reads their content."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise place.mismatch("a list of objects as tool_calls", calls)
 
 
 def read_content(content: object, place: Place) -> str:

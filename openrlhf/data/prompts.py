@@ -63,13 +63,8 @@ def read_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def make_prompts(records: Records, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt]:
-    """Make the prompts of a run from records, and check their labels."""
+    """Make the prompts, and check their labels unless only reward models give rewards: they need none."""
     loaded = prompt_rows(records, tokenizer, config.prompts, config.template, prompt_budget(config))
-    return with_label_check(records, config, loaded)
-
-
-def with_label_check(records: Records, config: RLConfig, loaded: Loaded[Prompt]) -> Loaded[Prompt]:
-    """Add a finding about empty labels, unless only reward models give rewards: they need no labels."""
     if config.rewards.agent_func_path or not config.rewards.scored_by_models:
         loaded.report.add(missing_labels(first_rows(records), config.prompts.label_key))
     return loaded

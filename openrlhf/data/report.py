@@ -1,6 +1,6 @@
 """Report on the rows of a dataset: how many were dropped or truncated, and which look like a mistake.
 
-Each module that makes rows fills in a `DataReport` and returns it with them. A run prints its `lines`; `openrlhf
+Each module that makes rows fills in a `DataReport` and returns it with them. A run prints its findings; `openrlhf
 preview` shows all of it. `findings` has the checks that a report contains.
 """
 
@@ -157,7 +157,3 @@ class DataReport:
                 Finding(f"{problem}; {self.tokens_cut:,} tokens are cut off at the {self.cut_at}", self.larger_budget())
             )
         return found + self.findings
-
-    def lines(self) -> list[str]:
-        """Return the findings as messages of a run."""
-        return [f"{self.name}: {finding}" for finding in self.all_findings()]

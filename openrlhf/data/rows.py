@@ -120,6 +120,6 @@ def make_rows(records: Iterable[Record], make: Callable[[Record], Iterable[Row]]
 
 def announce(loaded: Loaded[Row]) -> Loaded[Row]:
     """Print what a user should know about the rows, and return them."""
-    for line in loaded.report.lines():
-        say(line)
+    for finding in loaded.report.all_findings():
+        say(f"{loaded.report.name}: {finding}")
     return loaded

@@ -90,7 +90,12 @@ def load(tmp_path, tokenizer):
 def contents(loaded):
     """Return everything that is known about rows, in a form that can be compared."""
     report = replace(loaded.report, budget=None)
-    return [values(asdict(row)) for row in loaded.rows], asdict(report), loaded.soft_labels, loaded.report.lines()
+    return (
+        [values(asdict(row)) for row in loaded.rows],
+        asdict(report),
+        loaded.soft_labels,
+        [str(finding) for finding in loaded.report.all_findings()],
+    )
 
 
 def values(value):
