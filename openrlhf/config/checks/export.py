@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from openrlhf.config.checks.common import must_have_placeholder
-from openrlhf.config.checks.paths import looks_local, must_be_writable
+from openrlhf.config.checks.paths import looks_local, must_be_writable, must_keep
 from openrlhf.config.commands import ExportConfig, TrainingConfig
 from openrlhf.errors import ConfigError
 
@@ -84,11 +84,5 @@ def source_is_a_model_or_an_adapter(config: ExportConfig) -> None:
 
 def exporting_keeps_its_source(config: ExportConfig) -> None:
     """Reject an output path that would overwrite the exported model."""
-    flags = config.export
-    if not flags.output_path:
-        return
-    if Path(flags.output_path).expanduser().resolve() == Path(str(flags.pretrain)).expanduser().resolve():
-        raise ConfigError(
-            f"--output_path {flags.output_path} is the same as --pretrain, which would be overwritten",
-            try_this="./exported",
-        )
+    if config.export.output_path:
+        must_keep(config.export.output_path, "pretrain", config.export.pretrain, try_this="./exported")

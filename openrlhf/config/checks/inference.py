@@ -1,12 +1,11 @@
 """Rules of generation, scoring, chat, serving and merging."""
 
-import os
 from ipaddress import ip_address
 from pathlib import Path
 
+from openrlhf.config.checks.paths import must_be_writable, must_keep
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, LoraCombinerConfig, ServeRMConfig
-from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
 
@@ -35,9 +34,7 @@ def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
             f"--output_path {output} is a folder, but rows are written to a file",
             try_this=f"--output_path {output}/rows.jsonl",
         )
-    nearest = next(path for path in output.absolute().parents if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"--output_path {output}: {nearest} cannot be written to")
+    must_be_writable("output_path", str(output.parent))
     if output.resolve() in [Path(name).expanduser().resolve() for name in split_names(config.data.dataset)]:
         raise ConfigError(
             f"--output_path {output} is the dataset itself, which would be overwritten",
@@ -99,8 +96,5 @@ def merging_keeps_its_sources(config: LoraCombinerConfig) -> None:
     output = Path(str(config.merge.output_path)).expanduser()
     if output.is_file():
         raise ConfigError(f"--output_path {output} is a file, but a model is written to a folder")
-    for name in ("model_path", "lora_path"):
-        if Path(str(flag_values(config)[name])).expanduser().resolve() == output.resolve():
-            raise ConfigError(
-                f"--output_path {output} is the same as --{name}, which would be overwritten", try_this="./merged"
-            )
+    must_keep(str(output), "model_path", config.merge.model_path, try_this="./merged")
+    must_keep(str(output), "lora_path", config.merge.lora_path, try_this="./merged")

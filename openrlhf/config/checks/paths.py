@@ -131,6 +131,14 @@ def replay_is_of_another_run(config: RLConfig) -> None:
         raise ConfigError(f"--replay {replay} has no step_*.parquet, so it is not a folder of recorded rollouts")
 
 
+def must_keep(output: str, flag: str, source: object, *, try_this: str) -> None:
+    """Reject an --output_path that would overwrite what another flag names."""
+    if Path(output).expanduser().resolve() == Path(str(source)).expanduser().resolve():
+        raise ConfigError(
+            f"--output_path {output} is the same as --{flag}, which would be overwritten", try_this=try_this
+        )
+
+
 def outputs_can_be_written(config: object) -> None:
     """Check output folders now, not after hours of training when the result is saved."""
     for name, item in named_by(config, OUTPUT_FLAGS):
