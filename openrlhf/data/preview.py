@@ -6,7 +6,7 @@ preview`. A training run shows only its first row, with `describe_row`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.answers import Answer
 from openrlhf.data.collate import Row
 from openrlhf.data.report import DataReport, Finding
-from openrlhf.data.rows import Loaded
+from openrlhf.data.rows import NUMBER, LabelText, Loaded
 from openrlhf.types import LabelledRow, PairRow, Prompt, StepRow, TokenRow
 
 MANY_DUPLICATES = 0.05  # minimum fraction of repeated rows to report
@@ -29,8 +29,6 @@ AnyRow = Row | Prompt | Answer
 # Why tokens are marked: trained on, part of a response that is compared, or the end of a step with a label.
 Marks = Literal["learned", "response", "labelled"]
 MARKS: Mapping[type, Marks] = {TokenRow: "learned", LabelledRow: "learned", PairRow: "response", StepRow: "labelled"}
-LabelText = Callable[[float], str]  # names the label of a step
-NUMBER: LabelText = "{:g}".format
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,15 @@ def preview_data(
     *,
     num_rows: int,
     template: TemplateFlags | None = None,
-    label_text: LabelText = NUMBER,
 ) -> Preview:
-    """Analyse the rows that a flag loads and show the first `num_rows`; `label_text` names the labels of steps."""
+    """Analyse the rows that a flag loads and show the first `num_rows`."""
     sequences = [part for row in loaded.rows for part in sequences_of(row)]
     masks = [part.target_mask for part in sequences if part.target_mask is not None]
     extra = (duplicates(loaded.rows), unused_chat_template(template, tokenizer))
     return Preview(
         flag=flag,
         report=loaded.report,
-        rows=tuple(show_row(row, tokenizer, label_text) for row in loaded.rows[:num_rows]),
+        rows=tuple(show_row(row, tokenizer, loaded.label_text) for row in loaded.rows[:num_rows]),
         tokens=sum(len(part.input_ids) for part in sequences),
         marks=MARKS.get(type(loaded.rows[0])),
         marked=int(sum(mask.sum() for mask in masks)),

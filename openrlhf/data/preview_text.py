@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.batch_table import Line
 from openrlhf.config.batch_table import render as render_table
-from openrlhf.data.preview import NUMBER, AnyRow, Bin, LabelText, Preview, Segment, ShownRow, show_row
+from openrlhf.data.preview import AnyRow, Bin, Preview, Segment, ShownRow, show_row
 from openrlhf.data.report import DataReport, Finding
+from openrlhf.data.rows import NUMBER, LabelText
 from openrlhf.errors import counted
 from openrlhf.monitor import SHOWN_CONTROLS
 from openrlhf.types import Prompt

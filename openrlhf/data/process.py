@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -60,7 +61,8 @@ def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: Step
     """Make rows for a process reward model, truncated to `max_len` together with the labels of the steps cut off."""
     report = DataReport(records.name, Budget(max_len, "--max_len"))
     rows = load_rows(records, StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len), report)
-    return Loaded(rows, check_texts(report, tokenizer), soft_labels=report.soft_labels is True)
+    names = partial(label_text, tokenizer=tokenizer, fields=fields, soft=report.soft_labels is True)
+    return Loaded(rows, check_texts(report, tokenizer), names)
 
 
 @dataclass(frozen=True)

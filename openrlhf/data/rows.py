@@ -22,6 +22,9 @@ from openrlhf.monitor import is_main_process, say
 
 LARGE = 2000  # minimum number of rows for a progress bar
 
+LabelText = Callable[[float], str]  # names the label of a step
+NUMBER: LabelText = "{:g}".format
+
 Row = TypeVar("Row")
 MadeRow = TypeVar("MadeRow", covariant=True)
 LoadedRow = TypeVar("LoadedRow", covariant=True)
@@ -49,7 +52,11 @@ class Loaded(Generic[LoadedRow]):
 
     rows: Sequence[LoadedRow]
     report: DataReport
-    soft_labels: bool = False
+    label_text: LabelText = NUMBER  # names the labels of steps
+
+    @property
+    def soft_labels(self) -> bool:
+        return self.report.soft_labels is True
 
 
 class RowReader(Protocol[MadeRow]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,9 +15,8 @@ from openrlhf.config import commands
 from openrlhf.config.commands import SupervisedConfig
 from openrlhf.data.collate import Row
 from openrlhf.data.preference import labelled_rows, preference_rows
-from openrlhf.data.preview import NUMBER, LabelText
 from openrlhf.data.preview_text import describe_row
-from openrlhf.data.process import label_text, step_rows
+from openrlhf.data.process import step_rows
 from openrlhf.data.records import Records
 from openrlhf.data.rows import Loaded, announce
 from openrlhf.data.sft import sft_rows
@@ -65,16 +63,9 @@ def show_data(
 ) -> None:
     """Print the first training row, and what looks wrong with the rows."""
     announce(train)
-    say(describe_row(train.rows[0], tokenizer, label_text_of(config, train, tokenizer)))
+    say(describe_row(train.rows[0], tokenizer, train.label_text))
     if evaluation is not None:
         announce(evaluation)
-
-
-def label_text_of(config: SupervisedConfig, loaded: Loaded[Row], tokenizer: PreTrainedTokenizerBase) -> LabelText:
-    """Return the function that names the labels of steps, which only process reward models have."""
-    if not isinstance(config, commands.PRMConfig):
-        return NUMBER
-    return partial(label_text, tokenizer=tokenizer, fields=config.fields, soft=loaded.soft_labels)
 
 
 def read_datasets(

@@ -20,12 +20,12 @@ from openrlhf.config.preview import PreviewFlags, ReadsData
 from openrlhf.config.runtime import num_optimizer_steps, num_rollouts
 from openrlhf.config.sections.data import EvaluationFlags, TemplateFlags
 from openrlhf.data.answers import iteration_slice, read_answers
-from openrlhf.data.preview import NUMBER, AnyRow, LabelText, Preview, preview_data
+from openrlhf.data.preview import AnyRow, Preview, preview_data
 from openrlhf.data.preview_text import render
 from openrlhf.data.prompts import read_prompts
 from openrlhf.data.rows import Loaded
 from openrlhf.data.sources import load_dataset
-from openrlhf.data.supervised import label_text_of, read_datasets
+from openrlhf.data.supervised import read_datasets
 from openrlhf.inference.generate import generation_context, read_generation_prompts
 from openrlhf.models.load import load_tokenizer
 from openrlhf.training.order import Order
@@ -38,7 +38,6 @@ class FlagData:
     flag: str
     loaded: Loaded[AnyRow]
     steps: tuple[Line, ...] = ()
-    label_text: LabelText = NUMBER
 
 
 def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
@@ -48,14 +47,7 @@ def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     previews: list[Preview] = []
     for data in read_data(config, tokenizer):
-        preview = preview_data(
-            data.flag,
-            data.loaded,
-            tokenizer,
-            num_rows=flags.rows,
-            template=template_of(config),
-            label_text=data.label_text,
-        )
+        preview = preview_data(data.flag, data.loaded, tokenizer, num_rows=flags.rows, template=template_of(config))
         text = render(preview, data.steps, longest=flags.row_chars, colour=colour)
         encoding = sys.stdout.encoding or "utf-8"  # a terminal may lack characters of the data
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
@@ -92,10 +84,9 @@ def read_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
         Line("steps per epoch", f"{order.steps_per_epoch:,}", f"{order.num_rows:,} / --train_batch_size {size}"),
         Line("steps", f"{order.total_steps:,}", f"--max_epochs {epochs}" + limit(batches.max_steps)),
     )
-    found = [FlagData("dataset", loaded, steps, label_text_of(config, loaded, tokenizer))]
+    found = [FlagData("dataset", loaded, steps)]
     if evaluation is not None:
-        label_text = label_text_of(config, evaluation, tokenizer)
-        found.append(FlagData(evaluation_flag(config.data), evaluation, (), label_text))
+        found.append(FlagData(evaluation_flag(config.data), evaluation))
     return found
 
 
