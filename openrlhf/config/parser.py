@@ -127,11 +127,8 @@ def build_parser(command: type, prog: str) -> FlagParser:
     for item in in_reading_order(command):
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.title)
-        if item.positional:  # argparse derives `dest` from the name, and rejects it as an argument
-            options = argument_options(item) | {"nargs": "*", "metavar": item.positional}
-            groups[item.section].add_argument(item.name, **options)
-        else:
-            groups[item.section].add_argument(f"--{item.name}", dest=item.name, **argument_options(item))
+        name = item.name if item.positional else f"--{item.name}"
+        groups[item.section].add_argument(name, **argument_options(item))
     return parser
 
 
@@ -149,7 +146,8 @@ def argument_options(item: Flag) -> dict[str, Any]:
         return options | {"choices": choices, "type": str}
     if get_origin(kind) is tuple:
         element, second = get_args(kind)[:2]
-        return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": METAVARS[element]}
+        metavar = item.positional or METAVARS[element]
+        return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": metavar}
     return options | {"type": kind, "metavar": METAVARS[kind]}
 
 

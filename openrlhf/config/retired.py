@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from openrlhf.errors import ConfigError
 
-TRAINING, RL = (
-    "gradient_checkpointing",
-    "prompt_data",
-)  # a flag that all training commands have, and one that only RL commands have
+TRAINING = "gradient_checkpointing"  # a flag that all training commands have
+RL = "prompt_data"  # a flag that only RL commands have
 
 
 @dataclass(frozen=True)

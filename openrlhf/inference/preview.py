@@ -98,12 +98,9 @@ def read_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagDa
     """Read the training and evaluation prompts."""
     (loaded, evaluation), rollout = read_prompts(config, tokenizer), config.rollout
     once, prompts = len(loaded.rows), len(loaded.rows) * rollout.num_episodes
-    batch, passes = (
-        f"{once:,} / --rollout_batch_size {rollout.rollout_batch_size}",
-        f"--num_episodes {rollout.num_episodes}",
-    )
+    batch, passes = rollout.rollout_batch_size, f"--num_episodes {rollout.num_episodes}"
     steps = (
-        Line("rollouts per pass", f"{math.ceil(once / rollout.rollout_batch_size):,}", batch),
+        Line("rollouts per pass", f"{math.ceil(once / batch):,}", f"{once:,} / --rollout_batch_size {batch}"),
         Line("rollouts", f"{num_rollouts(config, prompts):,}", passes + limit(config.batches.max_steps)),
         Line("optimizer steps", f"{num_optimizer_steps(config, prompts):,}", "over all rollouts"),
     )

@@ -18,10 +18,8 @@ from openrlhf.plan.states import FP32, ModelPlace, gathered_terms, outer_paramet
 from openrlhf.plan.terms import STATES, Term, times, total
 
 Phase = str
-LOADING, GENERATION, EXPERIENCE, TRAINING, SYNC, SAVING = (
-    *("loading", "generation", "experience", "training"),
-    *("sync", "saving"),
-)
+LOADING, GENERATION, EXPERIENCE = "loading", "generation", "experience"
+TRAINING, SYNC, SAVING = "training", "sync", "saving"
 Shapes = Mapping[tuple[str, bool], ModelShape]  # keys: name of the model, and whether its head is scalar
 
 CONTEXT_BYTES = 0.6 * GIB  # that CUDA and cuBLAS take in each process on a GPU
