@@ -296,7 +296,10 @@ def test_episodes_with_a_real_engine_are_reproducible(build, write, tmp_path, to
     groups = [[Session() for _ in range(3)] for _ in range(2)]
     results = run_all(build(agent_func_path=file), [(prompt(), group) for group in groups], max_tokens=6)
     first, second = (result.trajectories for result in results)
-    assert plain(first) == plain(second)
+    for one, other in zip(plain(first), plain(second), strict=True):
+        # Which requests meet in a batch depends on timing, and with it the rounding of log-probs.
+        assert one.pop("rollout_log_probs") == pytest.approx(other.pop("rollout_log_probs"), abs=1e-5)
+        assert one == other
     assert len({tuple(item.input_ids) for item in first}) == 3
     for item, session in zip(first, groups[0], strict=True):
         assert all(value < 0 for value, acted in zip(item.rollout_log_probs, item.action_mask, strict=True) if acted)
