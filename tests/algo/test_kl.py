@@ -115,11 +115,6 @@ def test_plain_k1_gradient_is_constant():
     assert_close(gradient, ONES)
 
 
-def test_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(ValueError, match="k1, k2, k3"):
-        kl_penalty(ONES, ONES, ONES, "k4")
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(case=batches_with_split(3))
 def test_splitting_the_batch_changes_nothing(estimator, case):

@@ -7,8 +7,8 @@ import pytest
 
 from openrlhf.errors import ConfigError
 from openrlhf.view.metrics import START, read_metrics
+from openrlhf.view.records import SampleRecords
 from openrlhf.view.runs import _started, find_runs
-from openrlhf.view.viewer import records_of
 from tests.view.made_runs import make_run, write_metrics
 
 
@@ -79,7 +79,7 @@ def test_pipes_and_links_in_place_of_files_are_skipped(tmp_path):
     (run,) = find_runs([tmp_path])
     assert run.config().flags == {}
     assert read_metrics(run.metrics).curves == {}
-    assert [file.name for file in records_of(run).files()] == [third.name]
+    assert [file.name for file in SampleRecords(run.rollouts).files()] == [third.name]
 
 
 def test_only_what_was_added_is_read(tmp_path):
