@@ -24,7 +24,7 @@ The engine then gets the same batches in every run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -108,12 +108,12 @@ class GroupStream:
         state: StreamState,
         limits: StreamLimits,
         *,
-        start: Callable[[Prompt], asyncio.Future[GroupResult]],
+        run: Callable[[Prompt], Coroutine[object, object, GroupResult]],
         score: Callable[[Sequence[Trajectory]], Awaitable[list[Trajectory]]] | None,  # None: not needed to judge
         is_kept: Callable[[Sequence[Trajectory]], bool],
     ) -> None:
         self.prompts, self.state, self.limits = prompts, state, limits
-        self.start, self.score, self.is_kept = start, score, is_kept
+        self.run, self.score, self.is_kept = run, score, is_kept
         self.next = 0  # number of the next rollout to cut
         self.last_open = -1
         self.counts = StreamCounts()
@@ -173,7 +173,7 @@ class GroupStream:
             else:
                 return
             (prompt,) = self.prompts.take(position, 1)
-            group = RunningGroup(self.start(prompt), self.last_open)
+            group = RunningGroup(asyncio.ensure_future(self.run(prompt)), self.last_open)
             state.running.append(position)
             self.running[position] = group
             group.result.add_done_callback(partial(self._finish, position))

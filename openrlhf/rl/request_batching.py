@@ -1,18 +1,18 @@
 """Concurrent episodes, and how their requests reach the engine.
 
-`start_group` gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the executor. An
-episode generates through its session. In lockstep, the scheduler collects requests and sends them in batches:
+`run_group` (`rollouts.py`) gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the
+executor. An episode generates through its session. In lockstep, a request first waits for those of the other episodes:
 
-    episode -> EpisodeSession.generate -> pending -> EpisodeScheduler.send_if_ready -> Engine.generate
-       ^                                                                                    |
-       +---------------------------------------  _deliver  <--------------------------------+
+    episode -> EpisodeSession.generate -> wait_for_others -> Engine.generate
+                                               ^
+               send_if_ready: as soon as every running episode waits
 
-A batch is sent as soon as every running episode has a request. Engines are fastest with large batches, and the batches
-depend only on the episodes, so a run is reproducible. This also holds with a limit on episodes: which groups start
-before the next batch depends on how many episodes have ended, not on which ended first.
+The requests then reach the engine in the same iteration of the event loop, in the order of their episodes, and the
+engine of this process makes one batch of them. Engines are fastest with large batches, and the batches depend only on
+the episodes, so a run is reproducible. This also holds with a limit on episodes: which groups start before the next
+batch depends on how many episodes have ended, not on which ended first.
 
-Without lockstep, episodes do not wait for each other: each request goes to the engine by itself, and its episode
-continues as soon as it is finished.
+Without lockstep, episodes do not wait for each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 
 from openrlhf.rl.rollout_times import RolloutTimes
@@ -29,17 +30,8 @@ from openrlhf.rollout.engine import Engine
 from openrlhf.types import Completion, Request
 
 
-@dataclass(eq=False)
-class PendingRequest:
-    """A request, and the future that its episode awaits."""
-
-    episode: int
-    request: Request
-    answer: asyncio.Future[Completion]
-
-
 class EpisodeScheduler:
-    """Scheduler that starts groups of episodes, at most `limit` at a time, and in lockstep batches their requests."""
+    """Starts groups, at most `limit` episodes at a time, and in lockstep sends their requests together."""
 
     def __init__(self, engine: Engine, limit: int | None = None, *, lockstep: bool = True) -> None:
         self.engine = engine
@@ -48,22 +40,27 @@ class EpisodeScheduler:
         self.times = RolloutTimes(engine)
         self.running = 0  # episodes
         self.numbers = count()  # numbers of the episodes, in the order of their groups
-        # Groups that wait to start: their sessions, and the future that returns them.
-        self.queue: deque[tuple[list[EpisodeSession], asyncio.Future[list[EpisodeSession]]]] = deque()
-        self.pending: list[PendingRequest] = []
-        self.batches: set[asyncio.Future[list[Completion]]] = set()  # keeps the futures from being garbage-collected
+        # Groups that wait to start: their sessions, and the future that they await.
+        self.queue: deque[tuple[list[EpisodeSession], asyncio.Future[None]]] = deque()
+        self.waiting: dict[int, asyncio.Future[None]] = {}  # by episode: requests that wait for those of others
 
-    def open_group(self, size: int, prefix: int = 0) -> asyncio.Future[list[EpisodeSession]]:
-        """Return a future of the sessions of a group whose samples share the prompt `prefix`.
+    @asynccontextmanager
+    async def open_group(self, size: int, prefix: int = 0) -> AsyncIterator[list[EpisodeSession]]:
+        """Yield the sessions of a group whose samples share the prompt `prefix`; at the end, close those still open.
 
-        The group starts when the limit has room for all of it, or when no other episode is running. From then on it
-        counts as running, so that no batch is sent before it has made its requests.
+        Groups start in the order of the calls, when the limit has room for all of a group, or when no other episode is
+        running. From then on the group counts as running, so that no batch is sent before it has made its requests.
         """
         sessions = [EpisodeSession(self, next(self.numbers), prefix) for _ in range(size)]
-        started: asyncio.Future[list[EpisodeSession]] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.queue.append((sessions, started))
         self.start_groups()
-        return started
+        try:
+            await started
+            yield sessions
+        finally:
+            for session in sessions:
+                session.close()
 
     def start_groups(self) -> None:
         """Start queued groups in order, while the limit has room for the first of them."""
@@ -76,35 +73,30 @@ class EpisodeScheduler:
                 self.running += len(sessions)
                 for session in sessions:
                     session.start()
-                started.set_result(sessions)
+                started.set_result(None)
+
+    async def wait_for_others(self, episode: int) -> None:
+        """Wait until every running episode has a request."""
+        turn = self.waiting[episode] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(self.send_if_ready)
+        try:
+            await turn
+        finally:
+            self.waiting.pop(episode, None)  # if it was cancelled
 
     def send_if_ready(self) -> None:
-        """In lockstep, send the pending requests as one batch, in the order of their episodes, once all episodes wait.
+        """In lockstep, let all requests proceed, in the order of their episodes, once every running episode has one.
 
         Sessions schedule this function for the next iteration of the event loop, by which time the other requests of
-        this iteration are pending too.
+        this iteration wait too.
         """
-        if not self.pending or len(self.pending) < self.running:
+        if len(self.waiting) < self.running:
             return
-        batch = sorted(self.pending, key=lambda entry: entry.episode)
-        self.pending.clear()
-        completions = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
-        self.batches.add(completions)
-        completions.add_done_callback(partial(self._deliver, batch))
-
-    def _deliver(self, batch: list[PendingRequest], completions: asyncio.Future[list[Completion]]) -> None:
-        """Pass the outcome of a batch (completions, an error or a cancellation) to all callers still waiting for it."""
-        self.batches.discard(completions)
-        waiting = [(place, entry.answer) for place, entry in enumerate(batch) if not entry.answer.done()]
-        if completions.cancelled():
-            for _, answer in waiting:
-                answer.cancel()
-        elif error := completions.exception():
-            for _, answer in waiting:
-                answer.set_exception(error)
-        else:
-            for place, answer in waiting:
-                answer.set_result(completions.result()[place])
+        turns = [turn for _, turn in sorted(self.waiting.items())]
+        self.waiting.clear()
+        for turn in turns:
+            if not turn.done():  # otherwise it was cancelled
+                turn.set_result(None)
 
 
 @dataclass(eq=False)
@@ -114,41 +106,31 @@ class EpisodeSession:
     scheduler: EpisodeScheduler
     episode: int
     prefix: int
-    open: bool = True
+    open: bool = False  # from its start until it is closed
     since: float = 0.0  # time of its start and, once closed, of its end
 
     def start(self) -> None:
-        """Note the start of the episode."""
+        """Begin the episode."""
+        self.open = True
         self.since = time.perf_counter()
         self.scheduler.times.generating.begin()
 
     async def generate(self, request: Request) -> Completion:
-        """Return the completion of a request; cancelling the call cancels the request, except in lockstep."""
+        """Return the completion of a request; cancelling the call cancels the request."""
         assert self.open, "an episode requested tokens after it had ended"
-        request = replace(request, prefix=self.prefix, episode=self.episode)
-        times = self.scheduler.times
-        times.requesting.begin()
+        scheduler = self.scheduler
+        scheduler.times.requesting.begin()
         try:
-            return await self._send(request)
-        finally:
-            times.requesting.end()
-
-    async def _send(self, request: Request) -> Completion:
-        if not self.scheduler.lockstep:
-            (completion,) = await self.scheduler.engine.generate([request])
+            if scheduler.lockstep:
+                await scheduler.wait_for_others(self.episode)
+            request = replace(request, prefix=self.prefix, episode=self.episode)
+            (completion,) = await scheduler.engine.generate([request])
             return completion
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        entry = PendingRequest(self.episode, request, answer)
-        self.scheduler.pending.append(entry)
-        asyncio.get_running_loop().call_soon(self.scheduler.send_if_ready)
-        try:
-            return await answer
         finally:
-            if entry in self.scheduler.pending:  # the episode was cancelled before its batch was sent
-                self.scheduler.pending.remove(entry)
+            scheduler.times.requesting.end()
 
     def close(self) -> None:
-        """End the episode; this may start a queued group, or send the batch of the other episodes."""
+        """End the episode; this may start a queued group, or send the requests of the other episodes."""
         if self.open:
             self.open = False
             now = time.perf_counter()

@@ -7,7 +7,6 @@ Evaluation uses `run_groups`, which runs a fixed list of prompts.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import zlib
 from collections.abc import Sequence
@@ -121,7 +120,7 @@ class GeneratedRollouts:
             order,
             StreamState() if state is None else state,
             stream_limits(config),
-            start=lambda prompt: start_group(prompt, self.scheduler, executor, config),
+            run=lambda prompt: run_group(prompt, self.scheduler, executor, config),
             # Filtering needs the scores now; otherwise the models score a whole rollout, in `make_experience`.
             score=score if flags.dynamic_filtering else None,
             is_kept=partial(is_kept, flags=flags),
@@ -185,39 +184,25 @@ async def run_groups(
     """
     scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=generates_in_lockstep(config))
 
-    async def finish(group: asyncio.Future[GroupResult]) -> GroupResult:
-        result = await group
+    async def run(prompt: Prompt) -> GroupResult:
+        result = await run_group(prompt, scheduler, executor, config)
         if progress is not None:
             progress.advance()
         return result
 
-    started = [start_group(prompt, scheduler, executor, config) for prompt in prompts]
-    return await gather_or_cancel(map(finish, started))
+    return await gather_or_cancel(map(run, prompts))
 
 
-def start_group(
+async def run_group(
     prompt: Prompt, scheduler: EpisodeScheduler, executor: GroupExecutor, config: RLConfig
-) -> asyncio.Future[GroupResult]:
-    """Run the samples of a prompt as soon as the scheduler has room for them, in the order of the calls."""
-    opened = scheduler.open_group(config.rollout.n_samples_per_prompt, prompt.index)
+) -> GroupResult:
+    """Run the samples of a prompt as soon as the scheduler has room for them."""
     params = sampling(prompt, config.rollout, config.batches.seed)
-
-    async def run() -> GroupResult:
-        sessions = await opened
+    async with scheduler.open_group(len(params), prompt.index) as sessions:
         result = await executor.run_group(prompt, params, sessions)
         # An executor closes its sessions before it asks for the rewards of a prompt.
         scheduler.times.rewards.append(time.perf_counter() - max(session.since for session in sessions))
-        return result
-
-    def close_sessions(_: object) -> None:
-        """Close the sessions that the executor left open because the group was cancelled."""
-        if not opened.cancel() and not opened.cancelled():
-            for session in opened.result():
-                session.close()
-
-    group = asyncio.ensure_future(run())
-    group.add_done_callback(close_sessions)
-    return group
+    return result
 
 
 def sampling(prompt: Prompt, flags: RolloutFlags, seed: int) -> list[SamplingParams]:

@@ -1,5 +1,7 @@
 """Stand-ins for an engine, executors and workers: they answer immediately and record what they were given."""
 
+import asyncio
+
 import torch
 
 from openrlhf.agents.executor import GroupResult
@@ -13,14 +15,23 @@ def prompts(count):
 
 
 class EchoEngine:
-    """An engine that answers with the seed and records its batches."""
+    """An engine that answers with the seed and records its batches.
+
+    Like `HFEngine`, it makes one batch of all requests of an iteration of the event loop.
+    """
 
     def __init__(self):
         self.version = 0
         self.batches = []
+        self.gathers = False
 
     async def generate(self, requests):
-        self.batches.append([request.prompt_token_ids for request in requests])
+        if not self.gathers:
+            self.gathers = True
+            self.batches.append([])
+            asyncio.get_running_loop().call_soon(setattr, self, "gathers", False)
+        self.batches[-1] += [request.prompt_token_ids for request in requests]
+        await asyncio.sleep(0)
         return [
             Completion.of((request.params.seed % 2**31,), (-1.0,), "", "stop", self.version) for request in requests
         ]

@@ -359,7 +359,7 @@ def test_a_group_that_user_code_cancels_ends_the_rollout_with_an_error():
             PromptOrder(prompts(4), 1, 0),
             StreamState(),
             StreamLimits(size=2),
-            start=lambda prompt: asyncio.ensure_future(cancelled()),
+            run=lambda prompt: cancelled(),
             score=None,
             is_kept=lambda group: True,
         )

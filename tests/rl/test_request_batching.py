@@ -25,9 +25,9 @@ def test_turns_advance_together_in_any_arrival_order(order):
     engine, turns = EchoEngine(), (3, 1, 2)
 
     async def main():
-        sessions = await EpisodeScheduler(engine).open_group(3)
-        tasks = {number: asyncio.create_task(episode(sessions[number], number, turns[number])) for number in order}
-        return [await tasks[number] for number in range(3)]
+        async with EpisodeScheduler(engine).open_group(3) as sessions:
+            tasks = {number: asyncio.create_task(episode(sessions[number], number, turns[number])) for number in order}
+            return [await tasks[number] for number in range(3)]
 
     assert asyncio.run(main()) == [[0, 1, 2], [1], [2, 3]]
     assert engine.batches == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)]]
@@ -37,13 +37,13 @@ def test_an_episode_that_ends_without_a_request_does_not_block_others():
     engine = EchoEngine()
 
     async def main():
-        first, second = await EpisodeScheduler(engine).open_group(2)
-        request_task = asyncio.create_task(episode(first, 0, 1))
-        await asyncio.sleep(0)
-        assert engine.batches == []
-        second.close()
-        second.close()  # closing twice is allowed
-        return await request_task
+        async with EpisodeScheduler(engine).open_group(2) as (first, second):
+            request_task = asyncio.create_task(episode(first, 0, 1))
+            await settle()
+            assert engine.batches == []
+            second.close()
+            second.close()  # closing twice is allowed
+            return await request_task
 
     assert asyncio.run(main()) == [0]
 
@@ -56,39 +56,44 @@ def test_an_engine_failure_reaches_every_episode():
             raise RuntimeError("no memory")
 
     async def main():
-        sessions = await EpisodeScheduler(BrokenEngine()).open_group(2)
-        return await asyncio.gather(
-            *(episode(session, number, 1) for number, session in enumerate(sessions)), return_exceptions=True
-        )
+        async with EpisodeScheduler(BrokenEngine()).open_group(2) as sessions:
+            return await asyncio.gather(
+                *(episode(session, number, 1) for number, session in enumerate(sessions)), return_exceptions=True
+            )
 
     assert [str(error) for error in asyncio.run(main())] == ["no memory", "no memory"]
 
 
 def test_an_ended_episode_cannot_send_requests():
     async def main():
-        (session,) = await EpisodeScheduler(EchoEngine()).open_group(1)
-        session.close()
-        await session.generate(request(1))
+        async with EpisodeScheduler(EchoEngine()).open_group(1) as (session,):
+            session.close()
+            await session.generate(request(1))
 
     with pytest.raises(AssertionError, match="an episode requested tokens after it had ended"):
         asyncio.run(main())
 
 
-def batches_with_limit(limit, turns, order=None):
-    """Return the engine's batches for groups with these turns per sample; `order` is the order of starting."""
-    engine = EchoEngine()
+async def settle():
+    """Let the event loop run until only the test can cause anything."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
-    async def group(opened, lengths):
-        sessions = await opened
-        runs = (episode(session, session.episode, turns) for session, turns in zip(sessions, lengths, strict=True))
-        await asyncio.gather(*runs)
+
+def batches_with_limit(limit, turns, shuffle=lambda runs: None):
+    """Return the engine's batches for groups with these turns per sample; `shuffle` reorders the samples of a group."""
+    engine = EchoEngine()
 
     async def main():
         scheduler = EpisodeScheduler(engine, limit)
-        groups = [scheduler.open_group(len(lengths)) for lengths in turns]
-        places = order or range(len(turns))
-        tasks = [asyncio.create_task(group(groups[place], turns[place])) for place in places]
-        await asyncio.gather(*tasks)
+
+        async def group(lengths):
+            async with scheduler.open_group(len(lengths)) as sessions:
+                runs = [(session, turns) for session, turns in zip(sessions, lengths, strict=True)]
+                shuffle(runs)
+                await asyncio.gather(*(episode(session, session.episode, turns) for session, turns in runs))
+
+        await asyncio.gather(*map(group, turns))
         assert scheduler.running == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -119,9 +124,7 @@ def test_the_order_of_episodes_does_not_change_batches(limit):
     )
     assert all(len(batch) <= max(limit or 12, 2) for batch in expected)
     for seed in range(10):
-        order = list(range(len(turns)))
-        random.Random(seed).shuffle(order)
-        assert batches_with_limit(limit, turns, order) == expected
+        assert batches_with_limit(limit, turns, random.Random(seed).shuffle) == expected
 
 
 def test_a_cancelled_group_takes_no_slot():
@@ -129,13 +132,45 @@ def test_a_cancelled_group_takes_no_slot():
 
     async def main():
         scheduler = EpisodeScheduler(engine, 1)
-        first, second, third = (scheduler.open_group(1) for _ in range(3))
+
+        async def group(number):
+            async with scheduler.open_group(1) as (session,):
+                await may_end.wait()
+                await episode(session, number, 1)
+
+        may_end = asyncio.Event()
+        first, second, third = (asyncio.create_task(group(number)) for number in range(3))
+        await settle()
         second.cancel()
-        await episode((await first)[0], 0, 1)
-        await episode((await third)[0], 2, 1)
+        may_end.set()
+        await asyncio.gather(first, third)
+        assert second.cancelled()
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert engine.batches == [[(0, 0)], [(2, 0)]]
+
+
+def test_a_cancelled_request_is_not_sent_and_its_group_ends():
+    engine = EchoEngine()
+
+    async def main():
+        scheduler = EpisodeScheduler(engine)
+
+        async def group(number):
+            async with scheduler.open_group(1) as (session,):
+                await episode(session, number, 1)
+
+        async with scheduler.open_group(1) as (slow,):
+            first, second = (asyncio.create_task(group(number)) for number in (1, 2))
+            await settle()
+            first.cancel()
+            await settle()
+            assert (scheduler.running, engine.batches) == (2, [])
+            await episode(slow, 0, 1)
+            await second
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert engine.batches == [[(0, 0), (2, 0)]]
 
 
 def test_without_lockstep_every_request_is_answered_by_itself():
@@ -150,12 +185,12 @@ def test_without_lockstep_every_request_is_answered_by_itself():
     async def main():
         nonlocal may_answer
         may_answer = asyncio.Event()
-        sessions = await EpisodeScheduler(engine, lockstep=False).open_group(2, 7)
-        first = asyncio.create_task(episode(sessions[0], 0, 1))
-        assert await episode(sessions[1], 1, 2) == [1, 2]
-        assert not first.done()
-        may_answer.set()
-        return await first
+        async with EpisodeScheduler(engine, lockstep=False).open_group(2, 7) as sessions:
+            first = asyncio.create_task(episode(sessions[0], 0, 1))
+            assert await episode(sessions[1], 1, 2) == [1, 2]
+            assert not first.done()
+            may_answer.set()
+            return await first
 
     may_answer, engine = None, WaitingEngine()
     assert asyncio.run(asyncio.wait_for(main(), 60)) == [0]
