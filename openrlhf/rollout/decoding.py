@@ -106,30 +106,27 @@ class ContinuousBatching:
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[CachedRows, Tensor]:
         """Run the model once on each different prompt, and copy the result for all samples of the prompt."""
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        rows, logits = self._prefill(list(numbers))
-        if len(numbers) < len(prompts):
-            places = [numbers[tuple(prompt)] for prompt in prompts]
-            rows.keep(places)
-            logits = logits[places]
-        return rows, logits
-
-    def _prefill(self, prompts: Sequence[Tokens]) -> tuple[CachedRows, Tensor]:
-        """Run the model on prompts, all of them different."""
+        groups = [[*numbers]] if self.pads_prompts else [list(alike) for _, alike in groupby(numbers, len)]
         device = self.decoder.device
-        groups = [prompts] if self.pads_prompts else [list(alike) for _, alike in groupby(prompts, len)]
         prefilled: list[CachedRows] = []
-        logits: list[Tensor] = []  # [rows of a group, vocabulary] each
+        found: list[Tensor] = []  # [rows of a group, vocabulary] each
         for group in groups:
             tokens = [torch.tensor(prompt, dtype=torch.long) for prompt in group]  # [tokens of the prompt] each
             ids = pad_sequence(tokens, batch_first=True, padding_side="left")  # [rows, columns], like the mask
             mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True, padding_side="left")
             rows = CachedRows(CachedForward(self.decoder), RowCache(self.decoder.config), mask.to(device), self.routed)
-            logits.append(rows.advance(ids.to(device), ended=()))
+            found.append(rows.advance(ids.to(device), ended=()))
             prefilled.append(rows)
-        first, *others = prefilled
+
+        rows, *others = prefilled
         if others:
-            first.add(*others)
-        return first, torch.cat(logits)
+            rows.add(*others)
+        logits = torch.cat(found)  # [different prompts, vocabulary]
+        if len(numbers) < len(prompts):
+            places = [numbers[tuple(prompt)] for prompt in prompts]
+            rows.keep(places)
+            logits = logits[places]
+        return rows, logits
 
 
 @dataclass

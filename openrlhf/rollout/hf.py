@@ -51,17 +51,6 @@ class RunningRow:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None while the row is running
-    experts: Tensor | None = None  # [tokens, layers, k] of prompt and completion, of a row that has ended, if recorded
-
-    def completion(self, text: str, version: int) -> Completion:
-        """Return the completion of a row that has ended."""
-        assert self.finish_reason is not None, "only rows that have ended are retired"
-        made = Completion.of(self.token_ids, self.log_probs, text, self.finish_reason, version)
-        if self.experts is None:
-            return made
-        # The last token is never an input. A row that has ended may stay, and get more tokens, before it is removed.
-        inputs = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
-        return replace(made, routed_experts=self.experts[:inputs].cpu().numpy())
 
 
 @dataclass
@@ -141,10 +130,10 @@ class HFEngine:
             while waiting or running:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
-                for row in finished:
-                    completions[row.index] = row.completion(str(self.tokenizer.decode(row.token_ids)), self.version)
-                    if on_done:
-                        on_done(row.index, completions[row.index])
+                completions |= finished
+                if on_done:
+                    for index, completion in finished.items():
+                        on_done(index, completion)
                 if running:
                     self._step(running)
         return [completions[index] for index in range(len(requests))]
@@ -164,19 +153,22 @@ class HFEngine:
         """Yield the tokens of one completion as they are sampled, until it ends or the caller stops iterating."""
         with evaluating(self.network.decoder, self.decoding.attention):
             row = RunningRow(0, request)
-            running = self._prefill([row])
+            running = self._admit(None, [row])
             yield row.token_ids[-1]
             while row.finish_reason is None:
                 self._step(running)
                 yield row.token_ids[-1]
 
     def _admit(self, running: RunningBatch | None, waiting: list[RunningRow]) -> RunningBatch:
-        """Fill free slots once there are enough of them, because each admission copies the cache."""
+        """Prefill waiting rows once there are enough free slots for them, because each admission copies the cache."""
         free = self.max_rows - (len(running.rows) if running else 0)
         if running and (not waiting or free < self._worth_a_copy(running, len(waiting))):
             return running
         taken, waiting[:] = waiting[:free], waiting[free:]
-        fresh = self._prefill(taken)
+        state, logits = self.decoding.prefill([row.request.prompt_token_ids for row in taken])  # [rows, vocabulary]
+        sampling = SamplingState.of([row.request.params for row in taken], logits.shape[-1], logits.device)
+        fresh = RunningBatch(taken, state, sampling)
+        self._sample(fresh, logits)  # their first tokens
         if running is None:
             return fresh
         running.state.add(fresh.state)
@@ -184,21 +176,30 @@ class HFEngine:
         running.rows += fresh.rows
         return running
 
-    def _retire(self, running: RunningBatch, *, num_waiting: int) -> tuple[RunningBatch | None, list[RunningRow]]:
-        """Remove rows that have ended, once there are enough of them; return the remaining batch and these rows."""
-        active = [index for index, row in enumerate(running.rows) if row.finish_reason is None]
-        ended = [row for row in running.rows if row.finish_reason is not None]
-        if active and len(ended) < self._worth_a_copy(running, num_waiting):
-            return running, []
-        for index, row in enumerate(running.rows):
-            if row.finish_reason is not None:
-                row.experts = running.state.experts(index)
+    def _retire(self, running: RunningBatch, *, num_waiting: int) -> tuple[RunningBatch | None, dict[int, Completion]]:
+        """Remove rows that have ended, once there are enough; return the remaining batch and completions by index."""
+        active = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
+        num_ended = len(running.rows) - len(active)
+        if active and num_ended < self._worth_a_copy(running, num_waiting):
+            return running, {}
+        finished: dict[int, Completion] = {}
+        for place, row in enumerate(running.rows):
+            if row.finish_reason is None:
+                continue
+            text = str(self.tokenizer.decode(row.token_ids))
+            made = Completion.of(row.token_ids, row.log_probs, text, row.finish_reason, self.version)
+            experts = running.state.experts(place)  # [tokens, layers, k] of prompt and completion, if recorded
+            if experts is not None:
+                # The last token is never an input. A row that has ended may get more tokens before it is removed.
+                inputs = len(row.request.prompt_token_ids) + len(row.token_ids) - 1
+                made = replace(made, routed_experts=experts[:inputs].cpu().numpy())
+            finished[row.index] = made
         if not active:
-            return None, ended
+            return None, finished
         running.state.keep(active)
         running.sampling = running.sampling.rows(torch.tensor(active, device=running.sampling.uniforms.device))
-        running.rows = [running.rows[index] for index in active]
-        return running, ended
+        running.rows = [running.rows[place] for place in active]
+        return running, finished
 
     def _worth_a_copy(self, running: RunningBatch, num_waiting: int) -> int:
         """Return how many slots justify a copy of the cache.
@@ -209,14 +210,6 @@ class HFEngine:
         if not num_waiting:
             return max(1, len(running.rows) // 8)
         return min(num_waiting, max(1, self.max_rows // 8))
-
-    def _prefill(self, rows: list[RunningRow]) -> RunningBatch:
-        """Prefill new rows and sample their first tokens."""
-        state, logits = self.decoding.prefill([row.request.prompt_token_ids for row in rows])  # [rows, vocabulary]
-        sampling = SamplingState.of([row.request.params for row in rows], logits.shape[-1], logits.device)
-        fresh = RunningBatch(rows, state, sampling)
-        self._sample(fresh, logits)
-        return fresh
 
     def _step(self, running: RunningBatch) -> None:
         """Sample one more token for each row."""
