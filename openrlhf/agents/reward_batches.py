@@ -41,17 +41,16 @@ class ReadyGroup:
 class GroupBatches:
     """The groups that wait for a call, and the calls that run.
 
-    `call` scores samples in one call, and raises if it fails; `score_alone` scores a group and finds the samples that
-    fail. `slots` is the number of calls that may run at a time.
+    `call` scores samples in one call, and raises if it fails. `slots` is the number of calls that may run at a time.
     """
 
-    def __init__(self, call: Score, score_alone: Score, most: int, slots: Callable[[], float]) -> None:
-        self.call, self.score_alone, self.most, self.slots = call, score_alone, most, slots
+    def __init__(self, call: Score, most: int, slots: Callable[[], float]) -> None:
+        self.call, self.most, self.slots = call, most, slots
         self.ready: list[ReadyGroup] = []
         self.running: set[asyncio.Future[list[Scored | RewardError]]] = set()
 
     async def score(self, samples: Samples) -> list[Scored | RewardError]:
-        """Score a group, perhaps in one call with others."""
+        """Score a group, perhaps in one call with others; raise if a call for this group alone fails."""
         loop = asyncio.get_running_loop()
         group = ReadyGroup(samples, loop.create_future())
         self.ready.append(group)
@@ -65,7 +64,7 @@ class GroupBatches:
                     raise
             else:
                 return scores[first : first + len(samples.queries)]
-            return await self.score_alone(samples)
+            return await self.call(samples)
         finally:
             self._leave(group)
 
@@ -75,12 +74,11 @@ class GroupBatches:
         self.ready.sort(key=lambda group: group.samples.prompts[0].index)
         while self.ready and len(self.running) < self.slots():
             taken, self.ready = self.ready[: self.most], self.ready[self.most :]
-            is_shared = len(taken) > 1
             joined = Samples.join([group.samples for group in taken])
-            scores = mark_retrieved(asyncio.ensure_future((self.call if is_shared else self.score_alone)(joined)))
+            scores = mark_retrieved(asyncio.ensure_future(self.call(joined)))
             self.running.add(scores)
             scores.add_done_callback(self._end_call)
-            call, first = GroupCall(scores, len(taken), is_shared), 0
+            call, first = GroupCall(scores, len(taken), len(taken) > 1), 0
             for group in taken:
                 group.started.set_result((call, first))
                 first += len(group.samples.queries)

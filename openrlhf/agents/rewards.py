@@ -36,13 +36,11 @@ class FileRewards:
         self.pools = NodePools(pool)
         self.stop_at_failure = stop_at_failure
         self.origin = pool.spec.name
-        self.batches = GroupBatches(
-            self.call, self.score_alone, batch_groups, lambda: self.pools.capacity if slots is None else slots
-        )
-
-    async def score(self, group: Samples) -> list[Scored | RewardError]:
-        """Score the samples of one prompt, and return an error for each one that fails."""
-        return await (self.score_alone(group) if self.batches.most == 1 else self.batches.score(group))
+        self.batches: GroupBatches | None = None
+        if batch_groups > 1:
+            self.batches = GroupBatches(
+                self.call, batch_groups, lambda: self.pools.capacity if slots is None else slots
+            )
 
     async def call(self, samples: Samples) -> list[Scored | RewardError]:
         """Call reward_func once; raise CallFailure if it fails, RewardError if its result as a whole is malformed."""
@@ -51,13 +49,14 @@ class FileRewards:
         given = RewardInput(list(samples.queries), prompts, labels, samples.seed)
         return read_scores((await self.pools.call(given)).result, samples, self.origin)
 
-    async def score_alone(self, group: Samples) -> list[Scored | RewardError]:
-        """Score the samples of one prompt in one call; if it fails, find the samples that make it fail.
+    async def score(self, group: Samples) -> list[Scored | RewardError]:
+        """Score the samples of one prompt, and return an error for each one that fails.
 
-        Each sample is tried alone. Those that work are then scored together, since reward_func may compare them.
+        If the call fails, each sample is tried alone. Those that work are then scored together, since reward_func may
+        compare them.
         """
         try:
-            return await self.call(group)
+            return await (self.call(group) if self.batches is None else self.batches.score(group))
         except RewardError as error:
             return self._malformed(error, group)
         except CallFailure:
