@@ -14,18 +14,16 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from peers import ours
 from peers.measurement import Task
 from w import Absent, run
 from workloads import find_workload
 
-from openrlhf.config.commands import RLConfig
-from openrlhf.rl import rollouts
-from openrlhf.rl.group_stream import StreamLimits
+from openrlhf.rl.group_stream import GeneratedRollouts
 
 ROUNDS, ASYNC = "rounds", "--async_train"
 WAYS = {  # name -> flags
@@ -124,13 +122,13 @@ def way_flags(way: str, prompts: int, run_dir: Path) -> list[str]:
 
 def generate_in_rounds() -> None:
     """Switch the stream off: groups start when no other runs, and a rollout when the one before it is complete."""
-    plain = rollouts.stream_limits
+    create = GeneratedRollouts.__init__
 
-    def stream_limits(config: RLConfig) -> StreamLimits:
-        return replace(plain(config), in_rounds=True)
+    def create_in_rounds(source: GeneratedRollouts, *arguments: Any) -> None:
+        create(source, *arguments)
+        source.in_rounds = True
 
-    rollouts.stream_limits = stream_limits
-    rollouts.GeneratedRollouts.open_rollouts = lambda source, first, last: None
+    GeneratedRollouts.__init__ = create_in_rounds
 
 
 if __name__ == "__main__":

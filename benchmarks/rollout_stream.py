@@ -14,14 +14,14 @@ import argparse
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 from openrlhf.agents.executor import GroupResult, Session
 from openrlhf.agents.scores import Scored
 from openrlhf.agents.trajectory import join_turn
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
-from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, is_kept
+from openrlhf.rl.group_stream import GeneratedRollouts
+from openrlhf.rl.rollouts import PromptOrder, is_kept
 from openrlhf.types import Completion, Prompt, Request, SamplingParams
 
 PROMPTS = [Prompt(number, "", (1, 2)) for number in range(20_000)]
@@ -105,7 +105,7 @@ async def seconds_per_rollout(way: str, pass_rate: float, rollouts: int) -> floa
     order = PromptOrder(PROMPTS, 1, 0)
     source = GeneratedRollouts(order, engine, SimulatedExecutor(pass_rate), NoModels(), config)
     if way == "rounds":
-        source.stream.limits = replace(source.stream.limits, in_rounds=True)
+        source.in_rounds = True
     place = 0
     for number in range(rollouts):
         source.open_rollouts(number, number + (way == "ahead"))

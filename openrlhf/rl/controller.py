@@ -4,7 +4,7 @@
                 |
                 v
          +-------------+ accepted  +------------+  rollout   +-------------+  rollout   +----------------------------+
-         | GroupStream |---------->|  _produce  |----------->| state.queue |----------->| _consume                   |
+         |   groups    |---------->|  _produce  |----------->| state.queue |----------->| _consume                   |
          +-------------+  groups   +------------+    [1]     +-------------+    [2]     |   _train: score,           |
             |       ^                    ^                                              |     advantages, steps      |
    requests |       | completions,       | recorded rollouts                            |   _finish_step: sync, log, |
@@ -62,11 +62,12 @@ from openrlhf.plan.estimate import EXPERIENCE, GENERATION, SAVING, SYNC, TRAININ
 from openrlhf.plan.gpus import Machine
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
+from openrlhf.rl.group_stream import FAILURES
 from openrlhf.rl.health import RLHealth, StepNumbers
 from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollout_times import describe
-from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
+from openrlhf.rl.rollouts import Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.state import State
 from openrlhf.rl.step_metrics import in_progress_bar, over_steps

@@ -1,6 +1,7 @@
 """A stream of groups: as many in progress as the open rollouts still need, and the next prompt for each rejected one.
 
-A rollout is open from the moment it may begin until it is taken; several may be open (`GroupStream.open_rollouts`).
+A rollout is open from the moment it may begin until it is taken; several may be open. The controller calls
+`GeneratedRollouts.open_rollouts` and `take`.
 
                  start                finish                  reward models
       prompts ----------> running ------------> unscored ----------------------> accepted ----> rollouts
@@ -24,15 +25,25 @@ The engine then gets the same batches in every run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from openrlhf.agents.executor import GroupResult
+from openrlhf.agents.executor import GroupExecutor, GroupResult
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import generates_in_lockstep, most_episodes, staleness_limit, surplus_groups
 from openrlhf.errors import RolloutError
 from openrlhf.event_loop import cancel_all
-from openrlhf.types import NOT_SAMPLED, Prompt, Trajectory
+from openrlhf.rl.experience import with_model_rewards
+from openrlhf.rl.request_batching import EpisodeScheduler
+from openrlhf.rl.rollouts import PromptOrder, Rollout, is_kept, run_group
+from openrlhf.rl.workers import Workers
+from openrlhf.rollout.engine import Engine
+from openrlhf.types import NOT_SAMPLED, Trajectory
+
+FAILURES = "rollout/failures"  # metric: samples of a rollout that failed and were skipped
 
 GroupSamples: TypeAlias = list[Trajectory]  # the samples of one prompt; at least one
 
@@ -60,18 +71,6 @@ class StreamState:
         return self.drawn - len(self.running) - len(self.again) - len(self.accepted)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamLimits:
-    """Settings of a stream: how many groups run, how a rollout is cut, and which groups are dropped."""
-
-    size: int  # groups of a rollout
-    surplus: int = 0  # groups in progress beyond those that the open rollouts need (oversampling)
-    most_running: int | None = None
-    in_rounds: bool = False  # start groups only when no other runs
-    aborts: bool = False  # abort groups that still run when their rollout is complete
-    max_staleness: int | None = None  # in weight versions, when a group is trained
-
-
 @dataclass
 class StreamCounts:
     """Counts of events since the last rollout was cut."""
@@ -83,14 +82,6 @@ class StreamCounts:
     stale: int = 0  # groups
 
 
-class PromptSource(Protocol):
-    """The prompts of a run in their order."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, start: int, count: int) -> list[Prompt]: ...
-
-
 @dataclass(frozen=True)
 class RunningGroup:
     """A group in progress, and the last rollout that was open when it started."""
@@ -99,38 +90,50 @@ class RunningGroup:
     last_open: int
 
 
-class GroupStream:
-    """Runs, scores and judges groups, and cuts rollouts from the accepted ones."""
+class GeneratedRollouts:
+    """`RolloutSource` of samples of the current policy: runs, scores and judges groups, and cuts rollouts from them."""
 
     def __init__(
         self,
-        prompts: PromptSource,
-        state: StreamState,
-        limits: StreamLimits,
-        *,
-        run: Callable[[Prompt], Coroutine[object, object, GroupResult]],
-        score: Callable[[Sequence[Trajectory]], Awaitable[list[Trajectory]]] | None,  # None: not needed to judge
-        is_kept: Callable[[Sequence[Trajectory]], bool],
+        order: PromptOrder,
+        engine: Engine,
+        executor: GroupExecutor,
+        workers: Workers,
+        config: RLConfig,
+        state: StreamState | None = None,
     ) -> None:
-        self.prompts, self.state, self.limits = prompts, state, limits
-        self.run, self.score, self.is_kept = run, score, is_kept
+        """Continue from `state`, which changes with every group; a checkpoint stores it."""
+        self.order, self.engine, self.executor, self.workers, self.config = order, engine, executor, workers, config
+        self.state = StreamState() if state is None else state
+        flags, asked = config.rollout, config.rollout.vllm_generate_batch_size
+        self.size = flags.rollout_batch_size  # groups of a rollout
+        self.surplus = surplus_groups(config)  # groups in progress beyond those that the open rollouts need
+        self.most_running = asked if asked is not None and asked < self.size else None
+        self.in_rounds = generates_in_lockstep(config)  # start groups only when no other runs
+        self.aborts = self.surplus > 0 and flags.abort_stragglers  # end groups that run when their rollout is complete
+        self.max_staleness = staleness_limit(config)  # in weight versions, when a group is trained
+        self.scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=self.in_rounds)
         self.next = 0  # number of the next rollout to cut
         self.last_open = -1
         self.counts = StreamCounts()
         self.running: dict[int, RunningGroup] = {}  # groups by position, including those that are not judged yet
         self.unscored: dict[int, GroupSamples] = {}  # by position
-        self.scoring: asyncio.Future[list[Trajectory]] | None = None
+        self.scoring: asyncio.Future[None] | None = None
         self.failure: BaseException | None = None
         self.closed = False
         self.changed = asyncio.Event()
 
-    def open_rollouts(self, first: int, last: int) -> None:
-        """Let the rollouts from `first`, the next to be taken, to `last` begin."""
-        self.next, self.last_open = first, last
-        self._start_groups()
+    def __len__(self) -> int:
+        return len(self.order)
 
-    async def take(self, number: int) -> tuple[list[GroupSamples], StreamCounts]:
-        """Return the groups of rollout `number` in prompt order; fewer than its size if the prompts run out."""
+    def open_rollouts(self, first: int, last: int) -> None:
+        """Let the rollouts from `first`, the next to be taken, to `last` begin; in rounds, only one at a time does."""
+        if not self.in_rounds:
+            self.next, self.last_open = first, last
+            self._start_groups()
+
+    async def take(self, number: int, place: int) -> Rollout:
+        """Run groups until --rollout_batch_size of them are accepted or the prompts run out; return them in order."""
         self.next = number
         self.last_open = max(self.last_open, number)
         while True:
@@ -140,13 +143,25 @@ class GroupStream:
             if not self._is_full():
                 self._start_groups()
             if self._is_full() or not self.running:  # the latter if the prompts have run out
-                if late := self._stragglers():
-                    self.counts.aborted += len(late)
-                    await self._abort(late)
-                    continue
-                return self._cut(), self._reset_counts()
-            self.changed.clear()
-            await self.changed.wait()
+                late = self._stragglers()
+                if not late:
+                    break
+                self.counts.aborted += len(late)
+                await self._abort(late)
+            else:
+                self.changed.clear()
+                await self.changed.wait()
+
+        # Cut the rollout from the groups that wait, the oldest first.
+        waiting = sorted(self.state.accepted, key=position_of)
+        if self.surplus:
+            waiting.sort(key=version_of)  # stable: in prompt order within a version
+        groups, self.state.accepted[:] = sorted(waiting[: self.size], key=position_of), waiting[self.size :]
+        self.next += 1
+        version = min(map(version_of, groups), default=self.engine.version)
+        trajectories = [item for group in groups for item in group]
+        metrics, times = self._metrics(), self.scheduler.times.lap()
+        return Rollout(number, version, trajectories, place, self.state.done, metrics, times)
 
     async def close(self) -> None:
         """Cancel all groups in progress and start no more; a resumed run would draw their prompts again."""
@@ -157,23 +172,23 @@ class GroupStream:
 
     def _start_groups(self) -> None:
         """Start as many groups as the open rollouts still need and the limits permit."""
-        limits, state = self.limits, self.state
+        state = self.state
         num_open = self.last_open - self.next + 1
-        if self.closed or num_open < 1 or (limits.in_rounds and self.running):
+        if self.closed or num_open < 1 or (self.in_rounds and self.running):
             return
-        room = num_open * limits.size + limits.surplus - len(self.running) - len(state.accepted)
-        if limits.most_running is not None:
-            room = min(room, limits.most_running - len(self.running))
+        room = num_open * self.size + self.surplus - len(self.running) - len(state.accepted)
+        if self.most_running is not None:
+            room = min(room, self.most_running - len(self.running))
         for _ in range(room):
             if state.again:
                 position = state.again.pop(0)
-            elif state.drawn < len(self.prompts):
+            elif state.drawn < len(self.order):
                 position = state.drawn
                 state.drawn += 1
             else:
                 return
-            (prompt,) = self.prompts.take(position, 1)
-            group = RunningGroup(asyncio.ensure_future(self.run(prompt)), self.last_open)
+            running = run_group(self.order.prompt(position), self.scheduler, self.executor, self.config)
+            group = RunningGroup(asyncio.ensure_future(running), self.last_open)
             state.running.append(position)
             self.running[position] = group
             group.result.add_done_callback(partial(self._finish, position))
@@ -191,41 +206,38 @@ class GroupStream:
             return
         result = ended.result()
         self.counts.failures += len(result.failures)
-        if self.score is None:
+        # Filtering needs the scores now; otherwise the models score a whole rollout, in `make_experience`.
+        if not self.config.rollout.dynamic_filtering:
             self._judge(position, result.trajectories)
             return
         self.unscored[position] = result.trajectories
-        self._score_if_ready()
+        if self.scoring is None or self.scoring.done():
+            self.scoring = asyncio.ensure_future(self._score_unscored())
 
-    def _score_if_ready(self) -> None:
-        """Score all finished groups in one call if the models are free; in rounds, once all groups have finished."""
-        if self.score is None or self.scoring is not None or not self.unscored:
-            return
-        if self.limits.in_rounds and len(self.unscored) < len(self.running):
-            return
-        groups = dict(sorted(self.unscored.items()))
-        self.unscored.clear()
-        self.scoring = asyncio.ensure_future(self.score([item for group in groups.values() for item in group]))
-        self.scoring.add_done_callback(lambda scored: self._finish_scoring(groups, scored))
+    async def _score_unscored(self) -> None:
+        """Score and judge all finished groups in one call, then those that have finished since.
 
-    def _finish_scoring(self, groups: dict[int, GroupSamples], scored: asyncio.Future[list[Trajectory]]) -> None:
-        """Judge the groups of a call, and score those that have finished since."""
-        self.scoring = None
-        if scored.cancelled():
-            return
-        if error := scored.exception():
+        In rounds, wait until all groups have finished.
+        """
+        try:
+            while self.unscored and not (self.in_rounds and len(self.unscored) < len(self.running)):
+                groups = dict(sorted(self.unscored.items()))
+                self.unscored.clear()
+                samples = [item for group in groups.values() for item in group]
+                began = time.perf_counter()
+                scored = await with_model_rewards(samples, self.workers, each_step=self.config.rewards.step_rewards)
+                self.scheduler.times.rewards.append(time.perf_counter() - began)
+                rewarded = iter(scored)
+                for position, group in groups.items():
+                    self._judge(position, [next(rewarded) for _ in group])
+        except Exception as error:  # noqa: BLE001 - `take` raises it
             self._fail(error)
-            return
-        samples = iter(scored.result())
-        for position, group in groups.items():
-            self._judge(position, [next(samples) for _ in group])
-        self._score_if_ready()
 
     def _judge(self, position: int, group: GroupSamples) -> None:
         """Accept or reject a group."""
         del self.running[position]
         self.state.running.remove(position)
-        if self.is_kept(group):
+        if is_kept(group, self.config.rollout):
             self.counts.kept += 1
             self.state.accepted.append(group)
         else:
@@ -238,9 +250,9 @@ class GroupStream:
 
     def _drop_stale(self) -> None:
         """Drop groups that are too old for the next rollout; rollout i is trained when the weights are at version i."""
-        if self.limits.max_staleness is None:
+        if self.max_staleness is None:
             return
-        oldest = self.next - self.limits.max_staleness
+        oldest = self.next - self.max_staleness
         stale = [group for group in self.state.accepted if is_sampled(group) and version_of(group) < oldest]
         self.state.accepted[:] = [group for group in self.state.accepted if group not in stale]
         self.state.again += map(position_of, stale)
@@ -248,23 +260,14 @@ class GroupStream:
 
     def _is_full(self) -> bool:
         """Return whether the groups of the next rollout are known: in prompt order, unless there is a surplus."""
-        accepted, size = self.state.accepted, self.limits.size
-        if len(accepted) < size or self.limits.surplus or not self.running:
+        accepted, size = self.state.accepted, self.size
+        if len(accepted) < size or self.surplus or not self.running:
             return len(accepted) >= size
         return sorted(map(position_of, accepted))[size - 1] < min(self.running)
 
-    def _cut(self) -> list[GroupSamples]:
-        """Remove the groups of the next rollout from those that wait, the oldest first."""
-        waiting = sorted(self.state.accepted, key=position_of)
-        if self.limits.surplus:
-            waiting.sort(key=version_of)  # stable: in prompt order within a version
-        groups, self.state.accepted[:] = waiting[: self.limits.size], waiting[self.limits.size :]
-        self.next += 1
-        return sorted(groups, key=position_of)
-
     def _stragglers(self) -> list[int]:
         """Return the positions of groups to abort: those that started for the next rollout and still run."""
-        if not self.limits.aborts:
+        if not self.aborts:
             return []
         running = self.running.items()
         return [place for place, group in running if group.last_open <= self.next and not group.result.done()]
@@ -279,9 +282,19 @@ class GroupStream:
         cancel_all(*ended)
         await asyncio.gather(*ended, return_exceptions=True)
 
-    def _reset_counts(self) -> StreamCounts:
+    def _metrics(self) -> dict[str, float]:
+        """Return the metrics of the groups since the last call."""
         counts, self.counts = self.counts, StreamCounts()
-        return counts
+        named = {
+            FAILURES: counts.failures,
+            "rollout/aborted_groups": counts.aborted,
+            "rollout/stale_groups": counts.stale,
+        }
+        metrics = {name: float(count) for name, count in named.items() if count}
+        judged = counts.kept + counts.rejected
+        if self.config.rollout.dynamic_filtering and judged:
+            metrics["dynamic_filtering_pass_rate"] = 100.0 * counts.kept / judged
+        return metrics
 
 
 def position_of(group: GroupSamples) -> int:

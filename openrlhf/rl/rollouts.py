@@ -1,8 +1,8 @@
-"""Generate rollouts: one group of samples per prompt, in order and filtered, until a rollout is full.
+"""Prompts in order, groups of samples, and the rollouts that they become.
 
-The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` here, or `Replay` in `record.py`. A rollout
-may be smaller than requested, or empty, when the prompts run out. `group_stream.py` decides which groups run when.
-Evaluation uses `run_groups`, which runs a fixed list of prompts.
+The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` in `group_stream.py`, which decides which
+groups run when, or `Replay` in `record.py`. A rollout may be smaller than requested, or empty, when the prompts run
+out. Evaluation uses `run_groups`, which runs a fixed list of prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 from openrlhf.agents.branches import last_of_episodes
@@ -19,18 +18,13 @@ from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.shaping import group_is_kept
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import generates_in_lockstep, most_episodes, staleness_limit, surplus_groups
+from openrlhf.config.runtime import generates_in_lockstep, most_episodes
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.monitor import Progress
-from openrlhf.rl.experience import with_model_rewards
-from openrlhf.rl.group_stream import GroupStream, StreamCounts, StreamLimits, StreamState, version_of
 from openrlhf.rl.request_batching import EpisodeScheduler
-from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.training.order import permutation
 from openrlhf.types import Prompt, SamplingParams, Trajectory
-
-FAILURES = "rollout/failures"  # metric: samples of a rollout that failed and were skipped
 
 
 @dataclass(frozen=True)
@@ -47,14 +41,11 @@ class PromptOrder:
     def __len__(self) -> int:
         return len(self.prompts) * self.episodes
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        """Return the next prompts from `start`, with their position as index, so that each group has a unique index."""
-        taken = []
-        for place in range(start, min(start + count, len(self))):
-            episode, within = divmod(place, len(self.prompts))
-            row = int(permutation(len(self.prompts), self.seed, episode)[within])
-            taken.append(replace(self.prompts[row], index=place))
-        return taken
+    def prompt(self, position: int) -> Prompt:
+        """Return the prompt at a position, which is its index, so that each group has a unique one."""
+        episode, within = divmod(position, len(self.prompts))
+        row = int(permutation(len(self.prompts), self.seed, episode)[within])
+        return replace(self.prompts[row], index=position)
 
 
 @dataclass(frozen=True)
@@ -90,85 +81,6 @@ class RolloutSource(Protocol):
     async def close(self) -> None:
         """End all work in progress."""
         ...
-
-
-class GeneratedRollouts:
-    """Source of rollouts from the current policy; a place is the number of prompts that earlier rollouts used."""
-
-    def __init__(
-        self,
-        order: PromptOrder,
-        engine: Engine,
-        executor: GroupExecutor,
-        workers: Workers,
-        config: RLConfig,
-        state: StreamState | None = None,
-    ) -> None:
-        """Continue from `state`, which changes with every group; a checkpoint stores it."""
-        self.order, self.engine, self.executor, self.config = order, engine, executor, config
-        self.lockstep = generates_in_lockstep(config)
-        self.scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=self.lockstep)
-        flags = config.rollout
-
-        async def score(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-            began = time.perf_counter()
-            scored = await with_model_rewards(trajectories, workers, each_step=config.rewards.step_rewards)
-            self.scheduler.times.rewards.append(time.perf_counter() - began)
-            return scored
-
-        self.stream = GroupStream(
-            order,
-            StreamState() if state is None else state,
-            stream_limits(config),
-            run=lambda prompt: run_group(prompt, self.scheduler, executor, config),
-            # Filtering needs the scores now; otherwise the models score a whole rollout, in `make_experience`.
-            score=score if flags.dynamic_filtering else None,
-            is_kept=partial(is_kept, flags=flags),
-        )
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def open_rollouts(self, first: int, last: int) -> None:
-        if not self.lockstep:  # in lockstep, groups of one rollout run at a time, so that a run repeats exactly
-            self.stream.open_rollouts(first, last)
-
-    async def take(self, number: int, place: int) -> Rollout:
-        """Generate groups until --rollout_batch_size of them are accepted or the prompts run out."""
-        groups, counts = await self.stream.take(number)
-        version = min(map(version_of, groups), default=self.engine.version)
-        trajectories = [item for group in groups for item in group]
-        metrics, times = self._metrics(counts), self.scheduler.times.lap()
-        return Rollout(number, version, trajectories, place, self.stream.state.done, metrics, times)
-
-    def _metrics(self, counts: StreamCounts) -> dict[str, float]:
-        named = {
-            FAILURES: counts.failures,
-            "rollout/aborted_groups": counts.aborted,
-            "rollout/stale_groups": counts.stale,
-        }
-        metrics = {name: float(count) for name, count in named.items() if count}
-        judged = counts.kept + counts.rejected
-        if self.config.rollout.dynamic_filtering and judged:
-            metrics["dynamic_filtering_pass_rate"] = 100.0 * counts.kept / judged
-        return metrics
-
-    async def close(self) -> None:
-        await self.stream.close()
-
-
-def stream_limits(config: RLConfig) -> StreamLimits:
-    """Return the limits of a run's stream of groups."""
-    flags, asked = config.rollout, config.rollout.vllm_generate_batch_size
-    surplus = surplus_groups(config)
-    return StreamLimits(
-        size=flags.rollout_batch_size,
-        surplus=surplus,
-        most_running=asked if asked is not None and asked < flags.rollout_batch_size else None,
-        in_rounds=generates_in_lockstep(config),
-        aborts=surplus > 0 and flags.abort_stragglers,
-        max_staleness=staleness_limit(config),
-    )
 
 
 async def run_groups(

@@ -30,9 +30,10 @@ from openrlhf.rl.build import scoring_batches, training_batches
 from openrlhf.rl.checkpoints import Saver, load_state, save_models
 from openrlhf.rl.controller import Controller
 from openrlhf.rl.dry_run import build_tested_executor
+from openrlhf.rl.group_stream import GeneratedRollouts
 from openrlhf.rl.local import open_local
 from openrlhf.rl.record import Recorder, Replay
-from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, RolloutSource
+from openrlhf.rl.rollouts import PromptOrder, RolloutSource
 from openrlhf.rl.state import State
 from openrlhf.rl.workers import Runtime
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request

@@ -12,9 +12,9 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.errors import RolloutError
 from openrlhf.rl.checkpoints import GROUPS_FILE, QUEUE_FILE, load_state
-from openrlhf.rl.group_stream import GroupStream, StreamLimits, StreamState
+from openrlhf.rl.group_stream import GeneratedRollouts, StreamState
 from openrlhf.rl.record import read_groups, write_groups, write_queue
-from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
+from openrlhf.rl.rollouts import PromptOrder
 from openrlhf.rl.state import State
 from openrlhf.training import checkpoint
 from openrlhf.types import Completion, Request
@@ -204,7 +204,7 @@ def test_rollouts_that_may_begin_are_generated_together():
         assert positions(await source.take(1, 4)) == [4, 5, 6, 7]
         await source.close()
         assert sorted(set(engine.cancelled)) == [8, 9, 10, 11]
-        assert source.stream.state.unfinished == [8, 9, 10, 11]
+        assert source.state.unfinished == [8, 9, 10, 11]
 
     run(scenario())
 
@@ -354,22 +354,11 @@ def test_prompts_rejected_since_the_last_rollout_are_not_drawn_again_by_a_resume
 
 
 def test_a_group_that_user_code_cancels_ends_the_rollout_with_an_error():
-    async def scenario():
-        stream = GroupStream(
-            PromptOrder(prompts(4), 1, 0),
-            StreamState(),
-            StreamLimits(size=2),
-            run=lambda prompt: cancelled(),
-            score=None,
-            is_kept=lambda group: True,
-        )
-        with pytest.raises(RolloutError, match="the samples of prompt 0 were cancelled"):
-            await stream.take(0)
-
-    async def cancelled():
+    def cancel(prompt, sample):
         raise asyncio.CancelledError
 
-    asyncio.run(scenario())
+    with pytest.raises(RolloutError, match="the samples of prompt 0 were cancelled"):
+        run(make_source(EchoEngine(), CONFIG, cancel).take(0, 0))
 
 
 def test_an_error_of_a_group_reaches_the_caller_and_ends_the_others():

@@ -9,8 +9,8 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import RolloutError
-from openrlhf.rl.group_stream import StreamState
-from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, is_kept, run_groups, sampling
+from openrlhf.rl.group_stream import GeneratedRollouts, StreamState
+from openrlhf.rl.rollouts import PromptOrder, is_kept, run_groups, sampling
 from openrlhf.types import Prompt
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
 from tests.samples import make_trajectory, plain
@@ -31,20 +31,20 @@ def prompt_indices(rollout):
 
 def test_every_episode_has_its_own_shuffle():
     order = PromptOrder(prompts(20), 3, seed=1)
-    texts = [prompt.text for prompt in order.take(0, 100)]
+    texts = [order.prompt(position).text for position in range(len(order))]
     assert len(texts) == len(order) == 60
     episodes = [texts[start : start + 20] for start in (0, 20, 40)]
     assert all(sorted(episode) == sorted(prompt.text for prompt in prompts(20)) for episode in episodes)
     assert episodes[0] != episodes[1] != episodes[2]
-    assert [prompt.index for prompt in order.take(18, 4)] == [18, 19, 20, 21]
-    assert [prompt.text for prompt in order.take(18, 4)] == texts[18:22]
-    assert [prompt.text for prompt in PromptOrder(prompts(20), 3, seed=2).take(0, 100)] != texts
+    assert [order.prompt(position).index for position in (18, 21)] == [18, 21]
+    other = PromptOrder(prompts(20), 3, seed=2)
+    assert [other.prompt(position).text for position in range(len(other))] != texts
 
 
 def test_a_rollout_takes_prompts_in_order():
     order, rollout = make_rollout(place=2)
     assert prompt_indices(rollout) == [2, 2, 3, 3, 4, 4]
-    assert [item.prompt for item in rollout.trajectories][::2] == order.take(2, 3)
+    assert [item.prompt for item in rollout.trajectories][::2] == [order.prompt(position) for position in (2, 3, 4)]
     assert (rollout.number, rollout.next_place, rollout.metrics) == (4, 5, {})
 
 
