@@ -46,27 +46,23 @@ class Experience:
     metrics: dict[str, float]
     kl: float | None  # mean over action tokens, for the KL controller
 
-    def batch(self, samples: Sequence[int]) -> PolicyBatch:
-        """Make a batch of the given samples, for training."""
-
-        def lay_out(values: Tensor | None) -> Tensor | None:
-            return None if values is None else self.tokens.lay_out(values, samples)
-
-        sampled = [self.trajectories[number].rollout_log_probs for number in samples]  # [tokens] each
-        return self.tokens.batch(samples).as_kind(
-            PolicyBatch,
-            advantages=self.tokens.lay_out(self.advantages, samples),
-            rollout_log_probs=self.tokens.layout.combine(sampled, 0.0),
-            old_log_probs=lay_out(self.old_log_probs),
-            reference_log_probs=lay_out(self.reference_log_probs),
-            old_values=lay_out(self.old_values),
-            returns=lay_out(self.returns),
-        )
-
     def micro_batches(self, samples: Sequence[int], batching: Batching) -> list[PolicyBatch]:
         """Make the micro-batches of an optimizer step on the given samples."""
-        parts = batching.cut(self.tokens.sequences(samples))
-        return [self.batch([samples[place] for place in part]) for part in parts]
+        values = {  # [tokens] over all samples
+            "advantages": self.advantages,
+            "old_log_probs": self.old_log_probs,
+            "reference_log_probs": self.reference_log_probs,
+            "old_values": self.old_values,
+            "returns": self.returns,
+        }
+        batches: list[PolicyBatch] = []
+        for part in batching.cut([self.trajectories[number].input_ids for number in samples]):
+            own = [samples[place] for place in part]
+            laid_out = {name: self.tokens.lay_out(tensor, own) for name, tensor in values.items() if tensor is not None}
+            sampled = [self.trajectories[number].rollout_log_probs for number in own]  # [tokens] each
+            laid_out["rollout_log_probs"] = self.tokens.layout.combine(sampled, 0.0)
+            batches.append(self.tokens.batch(own).as_kind(PolicyBatch, **laid_out))
+        return batches
 
 
 async def make_experience(
@@ -77,7 +73,7 @@ async def make_experience(
 
     def lay_out() -> tuple[RolloutTokens, list[list[int]], list[RolloutBatch]]:
         tokens = RolloutTokens.of(rewarded, batching.layout)
-        parts = batching.cut(tokens.sequences(range(len(rewarded))))
+        parts = batching.cut([item.input_ids for item in rewarded])
         return tokens, parts, [tokens.batch(part) for part in parts]
 
     tokens, parts, batches = await asyncio.to_thread(lay_out)

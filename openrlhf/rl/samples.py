@@ -143,39 +143,31 @@ class RolloutTokens:
         pairs = zip(self.bounds[places].tolist(), self.bounds[places + 1].tolist(), strict=True)
         return [whole[first:last] for first, last in pairs]
 
-    def sequences(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Return the tokens of the given samples."""
-        return [self.trajectories[number].input_ids for number in samples]
-
     def batch(self, samples: Sequence[int]) -> RolloutBatch:
         """Make a batch of the given samples, for scoring."""
-        items, sequences = [self.trajectories[number] for number in samples], self.sequences(samples)
-        factors = None
-        if any(item.temperature_factors is not None for item in items):
-            ones = np.ones(max(map(len, sequences)), np.float32)
-            pairs = zip((item.temperature_factors for item in items), sequences, strict=True)
-            own = [ones[: len(ids)] if given is None else given for given, ids in pairs]  # [tokens] each
-            factors = self.layout.combine(own, 1.0)
+        items = [self.trajectories[number] for number in samples]
+        sequences = [item.input_ids for item in items]  # [tokens] each
+
+        def combine(given: Sequence[NDArray[np.generic] | None], default: float) -> Tensor | None:
+            """Combine [tokens, ...] of each sample, if any has them; `default` replaces those of the others."""
+            known = next((values for values in given if values is not None), None)
+            if known is None:
+                return None
+            pairs = zip(given, sequences, strict=True)
+            filled = [
+                np.full((len(ids), *known.shape[1:]), default, known.dtype) if values is None else values
+                for values, ids in pairs
+            ]
+            return self.layout.combine(filled, default)
+
         return RolloutBatch(
             input_ids=self.layout.combine(sequences, self.layout.pad_id),
             lengths=torch.tensor([len(ids) for ids in sequences]),
             target_mask=self.lay_out(self.action_mask, samples),
             prefixes=find_prefixes(sequences) if self.layout.sharing else None,
-            temperature_factors=factors,
-            routed_experts=self._routed_experts(items),
+            temperature_factors=combine([item.temperature_factors for item in items], 1.0),
+            routed_experts=combine([item.routed_experts for item in items], NOT_RECORDED),
         )
-
-    def _routed_experts(self, items: Sequence[Trajectory]) -> Tensor | None:
-        """Return the experts that the engine chose for the given samples, [rows, tokens, layers, k]."""
-        shape = next((item.routed_experts.shape[1:] for item in items if item.routed_experts is not None), None)
-        if shape is None:
-            return None
-
-        def of(item: Trajectory) -> NDArray[np.int16]:
-            given = item.routed_experts
-            return np.full((len(item.input_ids), *shape), NOT_RECORDED, np.int16) if given is None else given
-
-        return self.layout.combine([of(item) for item in items], NOT_RECORDED)
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [tokens] of the given samples in the layout of a batch, [rows, tokens]."""

@@ -95,7 +95,8 @@ def test_ppo_with_a_critic_and_kl_in_the_reward_matches_hand_computation():
     assert at_actions(found, "advantages") == approx_rows([[value - mean for value in row] for row in raw])
     assert at_actions(found, "old_values") == approx_rows([[1, 2], [1, 2], [1], [1, 2]])
     assert at_actions(found, "old_log_probs") == approx_rows([[-0.7, -0.8], [-0.7, -0.8], [-0.7], [-0.7, -0.8]])
-    sampled = found.batch(range(4)).rollout_log_probs  # [samples, tokens]
+    (batch,) = found.micro_batches(range(4), ALL_AT_ONCE)
+    sampled = batch.rollout_log_probs  # [samples, tokens]
     assert sampled.sum(1).tolist() == [-2, -2, -1, -2]
     assert found.kl == pytest.approx((4 * 0.2 - 3 * 0.4) / 7)
 
@@ -416,7 +417,8 @@ def test_tensors_are_computed_outside_of_the_event_loop(monkeypatch):
 
 def test_a_batch_is_sent_without_what_follows_from_its_lengths():
     for layout in (Layout(packing=True, pad_id=0), Layout(packing=False, pad_id=0)):
-        batch = experience(batching=Batching(layout, 4)).batch([2, 1, 0])
+        batching = Batching(layout, 4)
+        (batch,) = experience(batching=batching).micro_batches([2, 1, 0], batching)
         derived = {name: getattr(batch, name) for name in ("position_ids", "sequence_ids")}
         sent = pickle.loads(pickle.dumps(batch))
         assert sent.input_ids.dtype == torch.int32

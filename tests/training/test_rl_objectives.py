@@ -68,9 +68,7 @@ def run_step(networks, objective, samples, batching):
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     backend = LocalBackend(deepcopy(networks[kind]), OptimizerFlags(), CPU, learning_rate=0.0)
     laid_out = replace(samples, tokens=replace(samples.tokens, layout=batching.layout))
-    batches = [
-        laid_out.batch(part) for part in batching.cut(samples.tokens.sequences(range(len(samples.trajectories))))
-    ]
+    batches = laid_out.micro_batches(range(len(samples.trajectories)), batching)
     result = backend.forward_backward(batches, objective)
     gradients = {name: weight.grad for name, weight in backend.network.named_parameters()}
     return float(result.losses.sum()), values_of(result.metrics), gradients
@@ -100,7 +98,7 @@ def test_splitting_a_step_changes_nothing(name, networks, samples):
 
 
 def test_the_loss_equals_the_formula(networks, samples):
-    batch = samples.batch(range(7))
+    (batch,) = samples.micro_batches(range(7), WHOLE)
     mask = batch.target_mask
     with torch.no_grad():
         log_probs = networks["policy"].eval()(batch, LogProbs, temperature=0.8).log_probs
@@ -124,7 +122,7 @@ def test_the_loss_equals_the_formula(networks, samples):
 def test_without_old_log_probs_the_ratio_is_one(networks, samples):
     bare = replace(samples, old_log_probs=None)
     loss, metrics, _ = run_step(networks, POLICY, bare, WHOLE)
-    batch = bare.batch(range(7))
+    (batch,) = bare.micro_batches(range(7), WHOLE)
     assert loss == pytest.approx(-float(batch.advantages[batch.target_mask].mean()), rel=1e-5)
     assert metrics["ppo_clip_ratio"] == 0.0
     assert metrics["ppo_kl"] == 0.0

@@ -76,8 +76,7 @@ def rollout_batches():
         for name in names
     }
     experience = Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **given)
-    parts = Batching(LAYOUT, 4, sharing_limit=1000).cut(tokens.sequences(range(len(items))))
-    return [experience.batch(part) for part in parts]
+    return experience.micro_batches(range(len(items)), Batching(LAYOUT, 4, sharing_limit=1000))
 
 
 def supervised_batches(objective, rows, backend):
