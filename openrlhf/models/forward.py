@@ -116,20 +116,6 @@ class Teacher:
     head: Head
 
 
-@dataclass(frozen=True)
-class LastStates:
-    """Last hidden states of the decoder's calls, and the position of each token of the batch in them."""
-
-    hidden: Tensor  # [rows, hidden]
-    rows: Tensor | None = None  # [tokens of the flattened batch]: the row of each token; None: in the same order
-    expert_counts: Tensor | None = None  # see Outputs
-    expert_probabilities: Tensor | None = None
-
-    def at(self, places: Tensor) -> Tensor:
-        """Return the hidden states [places, hidden] at places of the flattened batch."""
-        return self.hidden[places if self.rows is None else self.rows[places]]
-
-
 Requested = TypeVar("Requested", bound=Outputs)
 
 
@@ -228,7 +214,7 @@ class Network(nn.Module):
         if self.ring is not None:
             assert len(batch.input_ids) == 1, "ring attention needs a packed row"
             share = Share.of((*batch.places.starts.tolist(), batch.input_ids.shape[1]), self.ring)
-        states = self._hidden(batch, share)
+        hidden, rows, loads = self._hidden(batch, share)
 
         # Positions in the flattened batch of the hidden states that the head is applied to, [selected].
         if issubclass(kind, Scores):
@@ -240,7 +226,8 @@ class Network(nn.Module):
         # Indices of the positions in this process, [selected here].
         held: Any = slice(None) if share is None else share.held(places)
         here = places if share is None else share.local(places[held])
-        found = self._apply_head(states.at(here), held, batch, kind, temperature, teacher)
+        selected = hidden[here if rows is None else rows[here]]
+        found = self._apply_head(selected, held, batch, kind, temperature, teacher)
         if share is not None:  # every process needs all outputs
             found = {name: share.join(values, held, len(places)) for name, values in found.items()}
         if issubclass(kind, LogProbs | Values):  # scatter [targets] to [rows, tokens]
@@ -249,11 +236,14 @@ class Network(nn.Module):
                 name: values.new_zeros(shape.numel()).index_put((batch.places.targets,), values).view(shape)
                 for name, values in found.items()
             }
-        loads = {"expert_counts": states.expert_counts, "expert_probabilities": states.expert_probabilities}
         return kind(**loads, **found)
 
-    def _hidden(self, batch: Batch, share: Share | None) -> LastStates:
-        """Run the decoder over a batch or share."""
+    def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Run the decoder over a batch or share.
+
+        Return its last hidden states [rows, hidden], the row of each token of the flattened batch (None: in the same
+        order), and the router loads of `Outputs` by field.
+        """
         prefixes = self.prefixes_of(batch)
         if prefixes is not None:
             calls = [shared_call(batch, prefixes)]
@@ -278,7 +268,7 @@ class Network(nn.Module):
             None if share is not None else rows_of_batch(calls, [output.last_hidden_state for output in outputs], batch)
         )
         if not self.with_aux_loss:
-            return LastStates(hidden, rows)
+            return hidden, rows, {}
         # [tokens, experts] per layer, concatenated over all calls
         routed = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
         if share is not None:
@@ -287,7 +277,8 @@ class Network(nn.Module):
             held = share.held(row)
             here = share.local(row[held])
             routed = tuple(share.join(logits[here], held, len(row)) for logits in routed)
-        return LastStates(hidden, rows, *self._router_loads(routed, calls[0].arguments["attention_mask"]))
+        counts, probabilities = self._router_loads(routed, calls[0].arguments["attention_mask"])
+        return hidden, rows, {"expert_counts": counts, "expert_probabilities": probabilities}
 
     def _replay(
         self, routed: RoutedLayers, call: DecoderCall, batch: Batch, share: Share | None, *, num_calls: int
