@@ -47,16 +47,13 @@ class EngineRequests:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.unanswered[number] = answer
         self.unsent[number] = request
-        self._send_soon()
+        asyncio.get_running_loop().call_soon(self._send)
         try:
             return await answer
         finally:
             if self.unanswered.pop(number, None) is not None and not self.unsent.pop(number, None):
                 self.withdrawn.append(number)  # this call was cancelled
-                self._send_soon()
-
-    def _send_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._send)
+                asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
         """Send the requests of this iteration of the event loop."""
@@ -96,7 +93,10 @@ class EngineRequests:
                 finished = await self.process.call(EngineWorker.collect)
             except Exception as error:  # noqa: BLE001 - the group decides: it may replace this engine
                 return dict.fromkeys(self.unanswered.keys() - self.unsent.keys(), error)
-            return {number: self._name_error(outcome) for number, outcome in finished.items()}
+            for number, outcome in finished.items():
+                if isinstance(outcome, OpenRLHFError):  # name the process, as `call` does for its own errors
+                    finished[number] = type(outcome)(f"{self.process}: {outcome.message}", try_this=outcome.try_this)
+            return finished
 
         try:
             while self.unanswered:
@@ -105,12 +105,6 @@ class EngineRequests:
             self._deliver(dict.fromkeys(self.unanswered, error))
         finally:
             self.collecting = False
-
-    def _name_error(self, outcome: Completion | OpenRLHFError) -> Completion | OpenRLHFError:
-        """Add the name of the process to an error of a request, as `call` does for its own errors."""
-        if isinstance(outcome, OpenRLHFError):
-            return type(outcome)(f"{self.process}: {outcome.message}", try_this=outcome.try_this)
-        return outcome
 
     def _deliver(self, outcomes: Mapping[int, Completion | Exception]) -> None:
         for number, outcome in outcomes.items():
