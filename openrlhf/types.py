@@ -18,7 +18,7 @@ The same holds for each sequence of a packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
@@ -91,10 +91,6 @@ class SharedPrefixes:
     num_prefix_tokens: int
     num_continuation_tokens: int
 
-    def to(self, device: torch.device) -> Self:
-        """Return a copy on `device`."""
-        return replace(self, **tensors_on(self, device))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlaces:
@@ -106,26 +102,9 @@ class TokenPlaces:
     last: Tensor  # [sequences]: the last token of each sequence
     longest: int  # tokens of the longest sequence
 
-    def to(self, device: torch.device) -> Self:
-        """Return a copy on `device`."""
-        return replace(self, **tensors_on(self, device))
-
-
-def tensors_on(data: object, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of a dataclass on `device`, by field; transfers are asynchronous if memory is pinned."""
-    from torch import Tensor
-
-    found = {name: value for name in field_names(data) if isinstance(value := vars(data)[name], Tensor)}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
-
-
-def field_names(data: object) -> list[str]:
-    """Return the names of a dataclass's fields, without cached values derived from them."""
-    assert is_dataclass(data)
-    return [item.name for item in fields(data)]
-
 
 Kind = TypeVar("Kind", bound="Batch")
+Tensors = TypeVar("Tensors", bound="Batch | SharedPrefixes | TokenPlaces")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +169,7 @@ class Batch:
 
     def as_kind(self, kind: type[Kind], **more: object) -> Kind:
         """Return this batch as a kind of batch with `more` fields."""
-        names = field_names(self)
+        names = {item.name for item in fields(self)}
         given: dict[str, Any] = {name: vars(self)[name] for name in names} | more
         made = kind(**given)
         vars(made).update({name: value for name, value in vars(self).items() if name not in names})  # derived already
@@ -198,16 +177,24 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on `device`."""
-        prefixes = None if self.prefixes is None else self.prefixes.to(device)
-        tensors = tensors_on(self, device)
-        moved = replace(self, prefixes=prefixes, **tensors | {"input_ids": tensors["input_ids"].long()})
+        moved = move(self, device)
+        prefixes = None if self.prefixes is None else move(self.prefixes, device)
+        moved = replace(moved, input_ids=moved.input_ids.long(), prefixes=prefixes)
         derived = {name: getattr(self, name).to(device, non_blocking=True) for name in ("position_ids", "sequence_ids")}
-        vars(moved).update(derived, places=self.places.to(device))
+        vars(moved).update(derived, places=move(self.places, device))
         return moved
 
     def __getstate__(self) -> dict[str, object]:
         """Pickle the fields only; the receiver derives the rest."""
-        return {name: vars(self)[name] for name in field_names(self)}
+        return {item.name: vars(self)[item.name] for item in fields(self)}
+
+
+def move(data: Tensors, device: torch.device) -> Tensors:
+    """Return a copy with all tensors on `device`; transfers are asynchronous if memory is pinned."""
+    from torch import Tensor
+
+    found = {item.name: value for item in fields(data) if isinstance(value := vars(data)[item.name], Tensor)}
+    return replace(data, **{name: tensor.to(device, non_blocking=True) for name, tensor in found.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
