@@ -25,11 +25,13 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import old_log_probs_are_the_engines, scores_policy
 from openrlhf.config.sections.algorithm import AdvantageFlags, Estimator
 from openrlhf.config.sections.rl import RewardFlags
+from openrlhf.data.collate import Layout
 from openrlhf.rl.samples import Batching, RolloutTokens
 from openrlhf.rl.workers import BatchScores, Workers, merge_steps
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 CACHED_TOKENS = 2**16  # tokens of a formula that are computed at a time
+PADDED = Layout(packing=False, pad_id=0)  # [samples, longest of them], zero on padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +183,8 @@ def compute_advantages(
     else:
         advantages = torch.empty_like(token_rewards)
         for samples in tokens.chunks():
-            own_rewards, own_mask = tokens.pad(token_rewards, samples), tokens.pad(mask, samples)
-            baseline = torch.zeros_like(own_rewards) if values is None else tokens.pad(values, samples)
+            own_rewards, own_mask = (tokens.lay_out(one, samples, PADDED) for one in (token_rewards, mask))
+            baseline = torch.zeros_like(own_rewards) if values is None else tokens.lay_out(values, samples, PADDED)
             own_advantages, own_returns = estimate(own_rewards, baseline, own_mask, flags.gamma, flags.lambd)
             tokens.put_back(own_advantages, samples, advantages)
             if returns is not None:
@@ -228,7 +230,7 @@ def penalised(tokens: RolloutTokens, flags: RewardFlags, longest_response: int) 
     if flags.overlong_buffer_len is not None:
         lengths = torch.empty(len(rewards), dtype=torch.long)  # [samples]
         for samples in tokens.chunks():
-            lengths[samples] = shaping.response_lengths(tokens.pad(tokens.action_mask, samples))
+            lengths[samples] = shaping.response_lengths(tokens.lay_out(tokens.action_mask, samples, PADDED))
         penalty = flags.overlong_penalty_factor
         rewards = shaping.overlong_penalty(rewards, lengths, longest_response, flags.overlong_buffer_len, penalty)
     if flags.stop_properly_penalty_coef is not None:

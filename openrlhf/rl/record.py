@@ -110,8 +110,7 @@ class Recorder:
         for name in ("advantages", "old_log_probs", "reference_log_probs", "old_values", "returns"):
             tensor = vars(experience)[name]
             if tensor is not None:
-                parts = experience.tokens.split(tensor)
-                columns[name] = [parts[row] for row in rows]
+                columns[name] = experience.tokens.split(tensor, rows)
         name = STEP_FILE.format(step)
         if not self._try_to_write(lambda path: write_samples(path, items, columns), name):
             return

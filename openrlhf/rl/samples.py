@@ -134,11 +134,8 @@ class RolloutTokens:
         """Combine one array [tokens] per sample into a tensor."""
         return torch.from_numpy(np.concatenate(list(arrays)))
 
-    def split(self, values: Tensor) -> list[NDArray[np.float32]]:
-        """Return the values [tokens] of each sample, as views."""
-        return self._parts(values, range(len(self.trajectories)))
-
-    def _parts(self, values: Tensor, samples: Sequence[int]) -> list[NDArray[np.float32]]:
+    def split(self, values: Tensor, samples: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Return the values [tokens] of each of the given samples, as views."""
         whole, places = values.numpy(), np.asarray(samples, dtype=np.intp)  # also if there are none
         pairs = zip(self.bounds[places].tolist(), self.bounds[places + 1].tolist(), strict=True)
         return [whole[first:last] for first, last in pairs]
@@ -169,9 +166,9 @@ class RolloutTokens:
             routed_experts=combine([item.routed_experts for item in items], NOT_RECORDED),
         )
 
-    def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the values [tokens] of the given samples in the layout of a batch, [rows, tokens]."""
-        return self.layout.combine(self._parts(values, samples), 0)
+    def lay_out(self, values: Tensor, samples: Sequence[int], layout: Layout | None = None) -> Tensor:
+        """Return the values [tokens] of the given samples as [rows, tokens], by default in the layout of batches."""
+        return (layout or self.layout).combine(self.split(values, samples), 0)
 
     def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
         """Undo `lay_out`: return the values [tokens] of all samples from those of the micro-batches `parts`."""
@@ -198,13 +195,9 @@ class RolloutTokens:
             chunk.append(number)
         yield chunk
 
-    def pad(self, values: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the values [tokens] of the given samples as [samples, longest of them], zero on padding."""
-        return Layout(packing=False, pad_id=0).combine(self._parts(values, samples), 0)
-
     def put_back(self, padded: Tensor, samples: Sequence[int], values: Tensor) -> None:
-        """Undo `pad`: write [samples, longest of them] into the values [tokens] of all samples."""
-        for row, part in zip(padded.numpy(), self._parts(values, samples), strict=True):
+        """Write padded values [samples, longest of them] into the values [tokens] of all samples."""
+        for row, part in zip(padded.numpy(), self.split(values, samples), strict=True):
             part[:] = row[: len(part)]
 
 

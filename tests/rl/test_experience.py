@@ -76,7 +76,7 @@ def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TW
 
 def at_actions(made, name):
     """Values at the action tokens of each sample."""
-    rows = zip(made.tokens.split(vars(made)[name]), made.trajectories, strict=True)
+    rows = zip(made.tokens.split(vars(made)[name], range(len(made.trajectories))), made.trajectories, strict=True)
     return [row[item.action_mask].tolist() for row, item in rows]
 
 
