@@ -6,7 +6,7 @@ Without an agent file, `SingleTurnSamples` generates the responses, and `FileRew
 scores. With a reward file, these functions pass the texts to the user's code and the scores back:
 
     SingleTurnSamples.run_group                        single_turn.py
-    FileRewards.score, score_alone, call               rewards.py
+    FileRewards.score, call                            rewards.py
     NodePools.call                                     node_pools.py
     Pool.call, Pool._run, Pool._assign                 sandbox/pool.py
     WorkerProcess.send                                 sandbox/process.py
