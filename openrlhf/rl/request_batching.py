@@ -3,7 +3,7 @@
 `run_group` (`rollouts.py`) gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the
 executor. An episode generates through its session. In lockstep, a request first waits for those of the other episodes:
 
-    episode -> EpisodeSession.generate -> wait_for_others -> Engine.generate
+    episode -> EpisodeSession.generate ----- waits -----> Engine.generate
                                                ^
                send_if_ready: as soon as every running episode waits
 
@@ -75,15 +75,6 @@ class EpisodeScheduler:
                     session.start()
                 started.set_result(None)
 
-    async def wait_for_others(self, episode: int) -> None:
-        """Wait until every running episode has a request."""
-        turn = self.waiting[episode] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(self.send_if_ready)
-        try:
-            await turn
-        finally:
-            self.waiting.pop(episode, None)  # if it was cancelled
-
     def send_if_ready(self) -> None:
         """In lockstep, let all requests proceed, in the order of their episodes, once every running episode has one.
 
@@ -121,12 +112,16 @@ class EpisodeSession:
         scheduler = self.scheduler
         scheduler.times.requesting.begin()
         try:
-            if scheduler.lockstep:
-                await scheduler.wait_for_others(self.episode)
+            if scheduler.lockstep:  # wait until every running episode has a request
+                loop = asyncio.get_running_loop()
+                turn = scheduler.waiting[self.episode] = loop.create_future()
+                loop.call_soon(scheduler.send_if_ready)
+                await turn
             request = replace(request, prefix=self.prefix, episode=self.episode)
             (completion,) = await scheduler.engine.generate([request])
             return completion
         finally:
+            scheduler.waiting.pop(self.episode, None)  # if it was cancelled
             scheduler.times.requesting.end()
 
     def close(self) -> None:
