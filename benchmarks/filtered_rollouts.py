@@ -62,16 +62,18 @@ def main() -> None:
     print("| way | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|", flush=True)
     with tempfile.TemporaryDirectory(prefix="filtered-") as temporary:
         folder = str(args.folder or temporary)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         common = ["--folder", folder, *(["--tiny"] if args.tiny else [])]
         steps = str(round(3 * args.steps / args.pass_rate))  # prompts for as many steps: some are rejected or ahead
         files = [sys.executable, str(Path(__file__).with_name("workload_files.py")), "W2", "--steps", steps]
-        made = run([*files, *common], args.timeout, "W2", "files")
+        made = run([*files, *common], args.timeout, "W2", "files", Path(folder))
         if isinstance(made, Absent):
             raise SystemExit(made.reason)
         (Path(folder) / "reward.py").write_text(REWARD.format(pass_rate=args.pass_rate))
         for way in args.ways:
             own = [sys.executable, __file__, "--driver", way, *common, "--steps", str(args.steps)]
-            output = run([*own, "--memory", str(args.memory), "--extra", *args.extra], args.timeout, "W2", way)
+            own += ["--memory", str(args.memory), "--extra", *args.extra]
+            output = run(own, args.timeout, "W2", way.replace(" ", "_"), Path(folder))
             print(f"{way}: {output.reason}" if isinstance(output, Absent) else output.splitlines()[-1], flush=True)
 
 
