@@ -3,12 +3,16 @@
     python benchmarks/engine.py
     python benchmarks/engine.py --model DIR --requests 64 --longest_response 512       (on a GPU if there is one)
     python benchmarks/engine.py --hidden 1536 --layers 28 --dtype bfloat16 --rows 512 --requests 512
+    python benchmarks/engine.py --rollout
 
 Each request has its own response length. `generate` gets them in batches of `--rows` in order of arrival, left-padded,
 as a script would call it; a batch runs until its longest response has ended. The engine gives the slot of a finished
 row to the next request. "lengths foreseen" is `generate` with requests sorted by response length: no policy knows this,
 and it is the best that batches can do. The last line is Transformers' own continuous batching, started and warmed up
 before timing begins, with log-probs, which training needs.
+
+With --rollout, only the engine runs, as it does in training: temperature 1 and a seed for each request. All responses
+have the longest length, so a step has as many rows as there are slots.
 """
 
 import argparse
@@ -43,6 +47,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model folder (default: a Llama of the sizes below)")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--key_heads", type=int, help="default: as many as heads, which have 64 dimensions")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 16], help="sequences at a time, both sides")
@@ -51,6 +56,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="with bfloat16, rounding may change responses")
     parser.add_argument("--repeats", type=int, default=2, help="number of runs; the fastest counts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rollout", action="store_true", help="the engine alone, sampling long responses")
     args = parser.parse_args()
     set_verbosity_error()
     model, tokenizer = build(args)
@@ -71,6 +77,9 @@ def compare(
     ours = timed(lambda: run_engine(model, tokenizer, requests, rows), args.repeats)
     report = Report(rows, model, *ours)
     report.add("openrlhf engine", *ours)
+    if args.rollout:
+        report.add_step(args.longest_response)
+        return
     report.add(
         "generate, as they came",
         *timed(lambda: run_generate(model, requests, range(len(requests)), rows), args.repeats),
@@ -99,7 +108,7 @@ def build(args: argparse.Namespace) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
             intermediate_size=3 * args.hidden,
             num_hidden_layers=args.layers,
             num_attention_heads=heads,
-            num_key_value_heads=heads,
+            num_key_value_heads=args.key_heads or heads,
             initializer_range=0.1,  # logits far enough apart that rounding does not change the choice
         )
         with torch.device(device):
@@ -121,10 +130,13 @@ def make_requests(args: argparse.Namespace, vocabulary: int) -> list[Request]:
     """Make requests with response lengths as uneven as a policy's: most are short, a few reach the limit."""
     chance = random.Random(args.seed)
     requests = []
-    for _ in range(args.requests):
+    for number in range(args.requests):
         prompt = tuple(chance.randrange(4, vocabulary) for _ in range(chance.randint(4, args.longest_prompt)))
         length = min(args.longest_response, max(4, int(chance.expovariate(4 / args.longest_response))))
-        requests.append(Request(prompt, SamplingParams(max_tokens=length, temperature=0.0)))
+        params = SamplingParams(max_tokens=length, temperature=0.0)
+        if args.rollout:
+            params = SamplingParams(max_tokens=args.longest_response, seed=number)
+        requests.append(Request(prompt, params))
     return requests
 
 
@@ -209,7 +221,7 @@ class Report:
     """Print a line for each method as soon as it is measured, relative to ours."""
 
     def __init__(self, rows: int, model: LlamaForCausalLM, ours: Generated, seconds: float) -> None:
-        self.ours, self.seconds = ours, seconds
+        self.rows, self.ours, self.seconds = rows, ours, seconds
         self.tokens = sum(map(len, ours))
         self.exact = model.dtype == torch.float32
         self.different = 0
@@ -226,6 +238,13 @@ class Report:
         self.different += equal < len(self.ours)
         speed, beside = self.tokens / seconds, seconds / self.seconds
         print(f"{name:<28}{seconds:>9.2f}{speed:>10.0f}{beside:>12.2f}x{equal:>12}/{len(self.ours)}", flush=True)
+
+    def add_step(self, length: int) -> None:
+        """Print the time of a step of our engine, if all responses have this length."""
+        steps = -(-len(self.ours) // self.rows) * length
+        print(f"{1000 * self.seconds / steps:.1f} ms a step, with prefill")
+        if torch.cuda.is_available():
+            print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
     def end(self) -> None:
         if self.different and self.exact:

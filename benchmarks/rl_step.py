@@ -3,6 +3,7 @@
     python benchmarks/rl_step.py                       one process, vLLM in it
     python benchmarks/rl_step.py --runtime ray         Ray, engine and models on the same GPU
     python benchmarks/rl_step.py --engines_per_gpu 2   one process, two engine processes beside it
+    python benchmarks/rl_step.py --shape 7b -- --lora_rank 32   7.6B parameters, 32 prompts x 4 samples; 32 GB on disk
     python benchmarks/rl_step.py --tiny                a small shape on a CPU, to try the script
 
 The 1.5B shape of Qwen2.5 with random weights, 64 prompts of 128 tokens x 8 samples of exactly 512 tokens, one optimizer
@@ -18,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from workload_files import read_prompts, write_files
-from workloads import find_workload
+from workloads import Workload, find_workload, w1_7b
 
 PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
 
@@ -50,6 +52,7 @@ def flags(folder: Path, args: argparse.Namespace) -> list[str]:
         "max_steps": args.steps,
         "save_path": folder / "out",
         "run_dir": folder / "run",
+        "ckpt_path": folder / "checkpoints",
     }
     switches = [
         "use_dynamic_batch",
@@ -108,22 +111,29 @@ def vllm_alone(folder: Path, args: argparse.Namespace) -> None:
     print(f"alone {min(seconds):.3f}")
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("1.5b", "7b"), default="1.5b", help="of Qwen2.5")
     parser.add_argument("--runtime", choices=("local", "ray"), default="local")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engines_per_gpu", type=int, default=0, help="0: automatic")
     parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engines")
-    parser.add_argument("--tokens", type=int, default=16_640, help="tokens of a micro-batch")
+    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: of the workload)")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--skip_alone", action="store_true", help="skip vLLM's own generate")
     parser.add_argument("--folder", type=Path, help="folder for model and results (default: a temporary one)")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="flags of train_ppo_ray, after --")
-    args = parser.parse_args()
-    workload = find_workload("W1", tiny=args.tiny)
+    args = parser.parse_args(argv)
+    workload = w1_7b() if args.shape == "7b" and not args.tiny else find_workload("W1", tiny=args.tiny)
+    args.tokens = args.tokens or workload.micro_batch_tokens
     args.prompts, args.samples = workload.prompts, workload.samples
     args.prompt_length, args.new_tokens = workload.prompt_length, workload.longest
+    return args, workload
+
+
+def main() -> None:
+    args, workload = parse()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         if args.alone:
@@ -134,7 +144,7 @@ def main() -> None:
         alone = None
         if not args.skip_alone:
             command = [sys.executable, __file__, "--alone", "--folder", str(folder), "--steps", str(args.steps)]
-            command += ["--memory", str(args.memory), *(["--tiny"] if args.tiny else [])]
+            command += ["--shape", args.shape, "--memory", str(args.memory), *(["--tiny"] if args.tiny else [])]
             printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             alone = next(float(line.split()[1]) for line in printed.splitlines() if line.startswith("alone"))
             print(f"vLLM's own generate: {alone:.2f} s", flush=True)

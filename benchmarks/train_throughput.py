@@ -2,6 +2,7 @@
 
     python benchmarks/train_throughput.py [--compile] [--gradient_checkpointing] [--layers 28] [--repeats 3]
     python benchmarks/train_throughput.py --compile --backend fsdp     FSDP2 in a group of one process
+    python benchmarks/train_throughput.py --compile auto               as in a long run: compiles if that is faster
     python benchmarks/train_throughput.py --device cpu --hidden 64 --layers 2 --vocab 1000 --tokens 512 --row 128
 
 A micro-batch is rows of `--row` tokens packed to `--tokens`; a step is one micro-batch and one update. Prints tokens/s
@@ -31,6 +32,8 @@ from openrlhf.training.processes import start_processes
 from openrlhf.types import Batch, TokenRow
 
 GIB = 1024**3
+COMPILE = {"true": True, "false": False, "auto": None}
+MANY_STEPS = 1_000_000  # a run in which compilation pays off
 
 
 def make_network(args: argparse.Namespace, device: torch.device) -> Network:
@@ -100,6 +103,10 @@ def measure(backend: MasterBackend, batch: Batch, args: argparse.Namespace) -> l
         return float(loss)
 
     first = step()
+    decision = backend.compilation if isinstance(backend, LocalBackend) else None
+    backend.steps_left = MANY_STEPS
+    while decision is not None and not decision.finished:
+        step()
     finish(backend.device)
     if backend.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -130,11 +137,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape(parser, tokens=16_384, steps=3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="true",
+        default="false",
+        choices=list(COMPILE),
+        help="compile each decoder layer; auto: as runs do without --deepcompile",
+    )
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--adam_offload", action="store_true")
     parser.add_argument("--backend", choices=("local", "fsdp"), default="local")
     args = parser.parse_args()
+    args.compile = COMPILE[args.compile]
     if args.hidden < 256:  # a toy shape: smaller heads
         args.heads, args.key_heads = 4, 2
     return args
@@ -149,7 +164,7 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in network.parameters())
     backend: MasterBackend
     if args.backend == "fsdp":
-        sharding = ShardingFlags(adam_offload=args.adam_offload, deepcompile=args.compile)
+        sharding = ShardingFlags(adam_offload=args.adam_offload, deepcompile=bool(args.compile))
         backend = FsdpBackend(network, OptimizerFlags(), sharding, start_processes(device), learning_rate=1e-5)
     else:
         backend = LocalBackend(
@@ -164,7 +179,8 @@ def main() -> None:
     times = measure(backend, batch, args)
     seconds, tokens = statistics.median(times), batch.input_ids.numel()
     rate = tokens / seconds
-    how = [args.backend] + [name for name in ("compile", "gradient_checkpointing", "adam_offload") if vars(args)[name]]
+    how = [args.backend, *([] if args.compile is False else ["compile" if args.compile else "compile auto"])]
+    how += [name for name in ("gradient_checkpointing", "adam_offload") if vars(args)[name]]
     print(
         f"{count / 1e9:.3f}B parameters, {next(network.parameters()).dtype}, {tokens} tokens in rows of {args.row}, "
         f"{network.decoder.config._attn_implementation}, {', '.join(how)}"

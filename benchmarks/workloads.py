@@ -9,6 +9,8 @@ weights, in bf16, and one optimizer step over all samples of a rollout.
     W3  as W1, but PPO: with a critic, a reference and a reward model of the same shape
     W4  GRPO, 16 prompts of 2,048 tokens x 8 samples of 512 tokens: as many tokens to train on as in W1
 
+`w1_7b` is W1 with the 7B shape and a quarter of the samples; it has no drivers for peers (`rl_step.py --shape 7b`).
+
 `tiny=True` selects a scale at which a workload runs on two CPU cores in seconds, to try the drivers.
 """
 
@@ -105,6 +107,15 @@ QWEN_1_5B = ModelShape(
     num_key_value_heads=2,
     vocab_size=151_936,
 )
+QWEN_7B = ModelShape(
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152_064,
+    tie_word_embeddings=False,
+)
 TINY = ModelShape(
     hidden_size=64,
     intermediate_size=128,
@@ -137,6 +148,18 @@ def w3() -> Workload:
 
 def w4() -> Workload:
     return replace(w1(), name="W4", prompts=16, prompt_length=2048, lengths=(512,) * 128)
+
+
+def w1_7b() -> Workload:
+    return replace(
+        w1(),
+        name="W1 7B",
+        prompts=32,
+        samples=4,
+        lengths=(512,) * 128,
+        shape=QWEN_7B,
+        micro_batch_tokens=4160,
+    )
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": w1, "W2": w2, "W3": w3, "W4": w4}
