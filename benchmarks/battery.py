@@ -81,14 +81,20 @@ BENCHMARKS = {
         show="engine|ms a step|peak",
     ),
     "engines_per_gpu": Benchmark("engines_per_gpu.py", "W1", "W1 --engines 2 --repeats 1 --tiny", 400, r"^\||started"),
-    "adapters": Benchmark("native_adapters.py", "", "--tiny", 400, "."),
+    "adapters": Benchmark("native_adapters.py", "", "--tiny", 400, "^merging|: seconds"),
     # Reinforcement learning
     "w1": Benchmark("w.py", "W1 --peers", f"W1 {TRY}", 1200, PEERS),
     "w2": Benchmark("w.py", "W2 --peers", f"W2 {TRY}", 1200, PEERS),
     "w2_async": Benchmark("w.py", "W2 --extra --async_train", f"W2 {TRY} --extra --async_train", 600, PEERS),
     "w3": Benchmark("w.py", "W3 --peers", f"W3 {TRY}", 900, PEERS),
     "w4": Benchmark("w.py", "W4 --peers", f"W4 {TRY}", 1200, PEERS),
-    "filtered": Benchmark("filtered_rollouts.py", "--ways rounds stream async", "--tiny --ways stream --steps 2", 1200),
+    "filtered": Benchmark(
+        "filtered_rollouts.py",
+        "--ways rounds stream async",
+        "--tiny --ways stream --steps 2",
+        1200,
+        r"^\||^(rounds|stream|async)",
+    ),
     "step_ray": Benchmark("rl_step.py", "--runtime ray", f"{TRY} --runtime ray", 600, STEPS),
     "lora_7b": Benchmark(
         "rl_step.py",
@@ -109,7 +115,7 @@ BENCHMARKS = {
         "profile_step.py", "--picture OUT/w1_step.svg --extra --vllm_engines_per_gpu 1", "--tiny", 400, r"^\||^W\d: "
     ),
     # Mixtures of experts, layouts of weights, and kernels
-    "router_replay": Benchmark("router_replay.py", "", TRY, 600, "."),
+    "router_replay": Benchmark("router_replay.py", "", TRY, 600, r"router_replay|engine_kl|e[+-]\d\d |^failed"),
     "weight_channel": Benchmark("weight_channel.py", "", "--parameters 1000000", show="."),
     "weight_sync": Benchmark("weight_sync.py", "mixtral qwen3_moe qwen2", seconds=900, show="."),
     "liger": Benchmark("liger.py", seconds=600, show="."),
