@@ -59,7 +59,7 @@ def merge_adapter(
     return merged.to(dtype), tokenizer
 
 
-def adapter_settings(adapter: Path) -> dict[str, Any]:
+def adapter_settings(adapter: Path) -> dict[str, object]:
     """Return the content of an adapter's adapter_config.json; raise ConfigError if it is not an object."""
     try:
         found = parse_json((adapter / "adapter_config.json").read_bytes())
@@ -81,7 +81,7 @@ def check_kind(adapter: Path, task: str, *, is_rm: bool) -> None:
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
 
 
-def choose_revision(base: str, adapter: Path, settings: Mapping[str, Any]) -> str:
+def choose_revision(base: str, adapter: Path, settings: Mapping[str, object]) -> str:
     """Append the commit that the adapter was trained on to the base's hub name, unless a revision is given.
 
     Print a line if the adapter was trained on a model of another name, which may have other weights.

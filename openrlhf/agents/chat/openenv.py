@@ -209,7 +209,7 @@ async def read_part(content: StreamReader, most: int) -> bytes:
     return bytes(found)
 
 
-def entry(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def entry(given: Mapping[str, object], name: str) -> Mapping[str, object]:
     """Return an object inside another one; an empty one if there is none."""
     found = given.get(name) if isinstance(given, Mapping) else None
     return found if isinstance(found, Mapping) else {}
