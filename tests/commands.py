@@ -18,6 +18,7 @@ from tests.metric_tables import find_metric
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[1]  # of the repository
+_ports: set[str] = set()  # given out by free_port
 DEADLINE = 600  # seconds: only a run that hangs takes so long
 FAST = {  # flags that suit a tiny model
     "train_batch_size": 16,
@@ -101,10 +102,14 @@ def wait_until(process, happened):
 
 
 def free_port():
-    """Return a TCP port that is free now, as a flag takes it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Return a TCP port that is free now, as a flag takes it; never the same one twice."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        if port not in _ports:
+            _ports.add(port)
+            return port
 
 
 def unlisted_metrics(command, run_dir, extra_logs=()):

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the host process decides which cores to use
 }
 CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # set by vLLM on CPU; launchers use the second one, too
+LONGEST_FOLDER = 70  # of a socket's path, which has at most 107 bytes; vLLM appends 37
 TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
@@ -174,6 +176,8 @@ def set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if len(gettempdir()) > LONGEST_FOLDER:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")
     keep_compiled_code_private()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it sets this itself
     if find_spec("flashinfer") is None:

@@ -362,20 +362,20 @@ def test_a_prompt_that_is_too_long_fails_only_its_own_call(engine, tokenizer):
     assert not engine._engine.has_unfinished_requests()
 
 
-def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(shared, network):
+def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(engine, network):
     name = "model.layers.1.self_attn.k_proj.weight"
     whole = list(weights_of(network))
     lacking = [(key, tensor) for key, tensor in whole if key not in (name, "model.norm.weight")]
 
     async def change():
-        task = await begun(shared)
+        task = await begun(engine)
         with pytest.raises(RolloutError, match=f"no weights arrived for {name}, model.norm.weight") as refusal:
-            await shared.load(lacking, 1)
+            await engine.load(lacking, 1)
         assert not isinstance(refusal.value, EngineError)  # the engine need not be restarted
-        await shared.health()
+        await engine.health()
         with pytest.raises(RolloutError, match="no complete weights"):
-            await shared.generate([SHORT])
-        await shared.load(whole, 2)
+            await engine.generate([SHORT])
+        await engine.load(whole, 2)
         (long,) = await task
         return long
 

@@ -290,8 +290,10 @@ def test_turns_of_an_episode_are_marked(page):
 
 def test_the_list_is_used_by_keyboard(page):
     rows = open_samples(page)
+    expect(rows.nth(1)).to_be_visible(timeout=WAIT)  # keys do nothing in a list that is not filled yet
     page.locator(".list").focus()
     page.keyboard.press("Home")
+    expect(rows.nth(0)).to_have_attribute("aria-selected", "true")
     page.keyboard.press("ArrowDown")
     expect(rows.nth(1)).to_have_attribute("aria-selected", "true")
     assert page.locator(".list").get_attribute("aria-activedescendant") == rows.nth(1).get_attribute("id")
