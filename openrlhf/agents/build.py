@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_PROCESSES = 8  # by default
-TOKENIZER_FOLDER = "openrlhf-tokenizer-"
 
 
 def build_executor(
@@ -54,16 +53,14 @@ def build_executor(
         source = reward_source(rewards, in_lockstep=in_lockstep)
         return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
 
-    folder = tempfile.TemporaryDirectory(prefix=TOKENIZER_FOLDER)  # the pool deletes it
     spec = agent_spec(
         rewards,
         tokenizer,
-        folder.name,
         context_length=context_length,
         trust_remote_code=trust_remote_code,
         template=template or TemplateFlags(),
     )
-    pool = Pool(spec, limits_of(rewards), owns=folder)
+    pool = Pool(spec, limits_of(rewards))
     pool.start()
     pools = NodePools(pool)
     return AgentEpisodes(pools, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
@@ -96,14 +93,15 @@ def reward_source(rewards: RewardFlags, *, in_lockstep: bool) -> FileRewards | S
 def agent_spec(
     rewards: RewardFlags,
     tokenizer: PreTrainedTokenizerBase,
-    folder: str,
     *,
     context_length: int,
     trust_remote_code: bool,
     template: TemplateFlags,
 ) -> WorkerSpec:
-    """Return the first message to the workers of an agent; they load the tokenizer from `folder`, where it is saved."""
-    tokenizer.save_pretrained(folder)
+    """Return the first message to the workers of an agent."""
+    with tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
     # AutoTokenizer takes seconds to import, so use it only for classes that are not part of Transformers (hub code).
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.")
@@ -115,7 +113,7 @@ def agent_spec(
         max_length=context_length,
         max_turns=rewards.max_turns,
         scored_later=rewards.scored_by_models,
-        tokenizer_folder=folder,
+        tokenizer_files=files,
         tokenizer_class=(kind.__module__, kind.__qualname__) if is_known else ("transformers", "AutoTokenizer"),
         trust_remote_code=trust_remote_code,
         template=template,

@@ -17,13 +17,12 @@ import asyncio
 import hashlib
 import itertools
 import os
-import tempfile
-from collections.abc import Awaitable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from openrlhf.agents.build import TOKENIZER_FOLDER, limits_of
+from openrlhf.agents.build import limits_of
 from openrlhf.agents.node_pools import PoolLost
 from openrlhf.agents.sandbox.call import CallFailure, CallResult, Generate
 from openrlhf.agents.sandbox.messages import EpisodeInput, RewardInput, WorkerSpec
@@ -36,15 +35,6 @@ from openrlhf.types import Completion, Request
 Event: TypeAlias = Request | CallResult | CallFailure  # what a call returns to the driver
 
 
-@dataclass(frozen=True)
-class PoolFiles:
-    """The driver's files: a node must have the same code, and gets the tokenizer."""
-
-    digest: str | None  # checksum of the user's file
-    folder: str  # working directory
-    tokenizer: Mapping[str, bytes]  # files of an agent's tokenizer, by name; empty for a reward function
-
-
 class PoolNode:
     """Actor that runs the reward function or the agent in worker processes of its node."""
 
@@ -53,24 +43,21 @@ class PoolNode:
     def __init__(self) -> None:
         self.calls: dict[int, OpenCall] = {}
 
-    async def start(self, spec: WorkerSpec, rewards: RewardFlags, files: PoolFiles) -> tuple[float, float]:
-        """Load the user's file in a first process; return the capacity and the weight of the pool."""
-        if files.digest is None or digest_of(spec.file) != files.digest:
+    async def start(
+        self, spec: WorkerSpec, rewards: RewardFlags, digest: str | None, folder: str
+    ) -> tuple[float, float]:
+        """Load the user's file in a first process; return the capacity and the weight of the pool.
+
+        `digest` is the checksum of the file on the driver's node, `folder` the driver's working directory.
+        """
+        if digest is None or digest_of(spec.file) != digest:
             raise ConfigError(
                 f"{spec.file} is missing here or differs from the file on the driver's node",
                 try_this="a file system that all nodes share",
             )
-        if Path(files.folder).is_dir():
-            os.chdir(files.folder)
-        owns = None
-        if files.tokenizer:
-            owns = tempfile.TemporaryDirectory(prefix=TOKENIZER_FOLDER)
-            spec = replace(spec, tokenizer_folder=owns.name)
-            for name, content in files.tokenizer.items():
-                path = Path(owns.name, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-        self.pool = Pool(spec, limits_of(rewards), owns=owns)
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        self.pool = Pool(spec, limits_of(rewards))
         await asyncio.to_thread(self.pool.start)
         return self.pool.capacity, self.pool.weight
 
@@ -172,12 +159,6 @@ def digest_of(file: str) -> str | None:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def read_folder(folder: str) -> dict[str, bytes]:
-    """Return the files of a folder, by name."""
-    root = Path(folder)
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def share_processes(total: int | None, nodes: int) -> list[int | None]:

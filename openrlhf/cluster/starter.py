@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.build import TOKENIZER_FOLDER, agent_spec, reward_spec
+from openrlhf.agents.build import agent_spec, reward_spec
 from openrlhf.agents.sandbox.messages import WorkerSpec
 from openrlhf.cluster.actors import ModelWorker
 from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
 from openrlhf.cluster.engine_nodes import start_on_nodes
 from openrlhf.cluster.placement import Node
-from openrlhf.cluster.pool_nodes import NodePool, PoolFiles, PoolNode, digest_of, read_folder, share_processes
+from openrlhf.cluster.pool_nodes import NodePool, PoolNode, digest_of, share_processes
 from openrlhf.cluster.session import Cluster
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.config.commands import RLConfig
@@ -141,11 +140,10 @@ class ProcessStarter:
         import ray
 
         rewards = config.rewards
-        with tempfile.TemporaryDirectory(prefix=TOKENIZER_FOLDER) as folder:
-            spec = self._pool_spec(config, tokenizer, folder)
-            if spec is None or spec.code is not None:
-                return []
-            files = PoolFiles(digest_of(spec.file), os.getcwd(), read_folder(folder))
+        spec = self._pool_spec(config, tokenizer)
+        if spec is None or spec.code is not None:
+            return []
+        digest, folder = digest_of(spec.file), os.getcwd()
         here = ray.get_runtime_context().get_node_id()
         others = [node for node in self.cluster.nodes if node.id != here]
         _, *shares = share_processes(rewards.reward_processes, len(others) + 1)
@@ -158,7 +156,7 @@ class ProcessStarter:
             self.processes.append(process)
             own = replace(rewards, reward_processes=share)
             try:
-                started = await process.within(SECONDS_TO_LOAD_FILE).call(PoolNode.start, spec, own, files)
+                started = await process.within(SECONDS_TO_LOAD_FILE).call(PoolNode.start, spec, own, digest, folder)
                 return NodePool(process, *started, share or 0)
             except (ConfigError, BackendError) as error:
                 say(f"{error.message}: this node is not used for {spec.name}")
@@ -168,7 +166,7 @@ class ProcessStarter:
         return [pool for pool in await asyncio.gather(*started) if pool is not None]
 
     @staticmethod
-    def _pool_spec(config: RLConfig, tokenizer: PreTrainedTokenizerBase, folder: str) -> WorkerSpec | None:
+    def _pool_spec(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> WorkerSpec | None:
         """Return the first message to workers, with an absolute path; None if the run has no code of the user."""
         if config.rollout.replay:
             return None
@@ -176,7 +174,6 @@ class ProcessStarter:
             return agent_spec(
                 config.rewards,
                 tokenizer,
-                folder,
                 context_length=config.rollout.context_length,
                 trust_remote_code=config.model.trust_remote_code,
                 template=config.template,

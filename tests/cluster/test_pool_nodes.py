@@ -13,7 +13,7 @@ from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
 from openrlhf.agents.scores import Samples, Scored
 from openrlhf.cluster.placement import plan
-from openrlhf.cluster.pool_nodes import PoolFiles, PoolNode, share_processes
+from openrlhf.cluster.pool_nodes import PoolNode, share_processes
 from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
 from openrlhf.config.commands import RLConfig
@@ -210,7 +210,7 @@ def test_episodes_run_on_all_nodes_and_survive_the_loss_of_one(tmp_path, capsys)
 def test_a_file_that_differs_is_rejected(write):
     flags = RewardFlags(remote_rm_url=write())
     with pytest.raises(ConfigError, match=r"reward\.py is missing here or differs from the file on the driver's node"):
-        asyncio.run(PoolNode().start(reward_spec(flags), flags, PoolFiles("0" * 64, ".", {})))
+        asyncio.run(PoolNode().start(reward_spec(flags), flags, "0" * 64, "."))
 
 
 @pytest.mark.parametrize(

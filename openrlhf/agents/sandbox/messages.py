@@ -32,7 +32,7 @@ class WorkerSpec:
     max_length: int = 0  # maximum tokens of an episode, including the prompt
     max_turns: int | None = None
     scored_later: bool = False  # reward models score episodes that return no reward
-    tokenizer_folder: str | None = None
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # by name
     tokenizer_class: tuple[str, str] = ("transformers", "AutoTokenizer")  # module and name
     trust_remote_code: bool = False
     template: TemplateFlags = field(default_factory=TemplateFlags)

@@ -18,7 +18,6 @@ import itertools
 import math
 import threading
 from collections import deque
-from tempfile import TemporaryDirectory
 
 from openrlhf.agents.sandbox.call import Call, CallFailure, CallResult, Generate
 from openrlhf.agents.sandbox.handle import PoolLimits, WorkerHandle
@@ -41,8 +40,8 @@ async def refuse_request(request: Request) -> Completion:
 class Pool:
     """Workers that run one user file or object. All methods below `_stop_thread` run in the pool's own thread."""
 
-    def __init__(self, spec: WorkerSpec, limits: PoolLimits, owns: TemporaryDirectory[str] | None = None) -> None:
-        self.spec, self.limits, self.owns = spec, limits, owns
+    def __init__(self, spec: WorkerSpec, limits: PoolLimits) -> None:
+        self.spec, self.limits = spec, limits
         self.workers: list[WorkerHandle] = []
         self.queue: deque[Call] = deque()  # calls that wait for a process
         self.calls: set[Call] = set()  # all unfinished calls
@@ -119,8 +118,6 @@ class Pool:
             for task in call.tasks:  # the engine's answers are no longer needed
                 task.cancel()
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
-        if self.owns is not None:
-            self.owns.cleanup()
 
     async def _run(self, call: Call) -> CallResult:
         """Queue a call and wait for its answer; clean up even if the caller is cancelled."""

@@ -16,6 +16,7 @@ import os
 import pickle
 import resource
 import socket
+import tempfile
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -144,7 +145,12 @@ class Worker(ABC):
         build = find_agent(load_module(spec.file), spec.file) if spec.code is None else agent_of_object(spec.code)
         class_module, class_name = spec.tokenizer_class
         tokenizer_class = getattr(importlib.import_module(class_module), class_name)
-        tokenizer = tokenizer_class.from_pretrained(spec.tokenizer_folder, trust_remote_code=spec.trust_remote_code)
+        with tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-") as folder:
+            for name, content in spec.tokenizer_files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            tokenizer = tokenizer_class.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
         self.router = RequestRouter(self.send, spec.max_length, tokenizer, seeds_torch=self.owns_process)
         if required_arguments(build):
             engine = EngineProxy(self.router)
