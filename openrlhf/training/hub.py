@@ -9,6 +9,7 @@ The token comes from HF_TOKEN or from `hf auth login`. It is not a flag, so no r
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,10 +79,10 @@ def push_folder(folder: Path, flags: HubFlags) -> None:
     if flags.push_to_hub is None or not is_main_process():
         return
     disable_progress_bars()
+    files = model_files(folder)
     with explained_failures(folder, flags):
         ask_hub()
         api = HfApi()
-        files = model_files(folder)
         repository = api.create_repo(flags.push_to_hub, private=flags.hub_private or None, exist_ok=True)
         public = flags.hub_private and is_public(repository.repo_id)  # one that existed keeps its visibility
     if public:
@@ -94,7 +95,7 @@ def push_folder(folder: Path, flags: HubFlags) -> None:
         api.upload_folder(
             repo_id=repository.repo_id,
             folder_path=folder,
-            allow_patterns=files,
+            allow_patterns=list(map(glob.escape, files)),
             commit_message="Upload model with OpenRLHF",
         )
     say(f"uploaded {folder} to {repository}")
@@ -103,7 +104,8 @@ def push_folder(folder: Path, flags: HubFlags) -> None:
 def model_files(folder: Path) -> list[str]:
     """Return the files of a model folder, relative to it.
 
-    By default, --save_path also contains the folders of checkpoints and of the run, with rollouts and metrics.
+    By default, --save_path also contains the folders of checkpoints and of the run, with rollouts and metrics. Raise
+    HubError for a link to a file elsewhere.
     """
     files = [path for path in folder.iterdir() if path.is_file()]
     files += [path for name in MODEL_SUBFOLDERS for path in (folder / name).glob("*")]

@@ -119,9 +119,12 @@ def test_links_that_lead_out_of_the_folder_are_not_uploaded(hub, tmp_path):
     (folder / "model.safetensors").symlink_to("../../blobs/1f")  # as in the hub's cache
     (folder / "notes.txt").symlink_to(tmp_path / "key")
     flags = HubFlags(push_to_hub="name")
-    with pytest.raises(HubError, match=r"notes\.txt leads out of the folder, to .*key, so nothing was uploaded"):
+    with pytest.raises(HubError, match=r"notes\.txt leads out of the folder, to .*key, so nothing") as stop:
         push_folder(folder, flags)
+    assert stop.value.try_this.startswith("a copy of the file in its place")  # another attempt would fail again
     assert not hub.files
-    (folder / "notes.txt").unlink()
+    (folder / "run").mkdir()
+    (folder / "notes.txt").rename(folder / "run" / "notes.txt")
+    (folder / "*").write_text("a name, not a pattern")
     push_folder(folder, flags)
-    assert hub.files["someone/name"].keys() == {"config.json", "copy.json", "model.safetensors"}
+    assert hub.files["someone/name"].keys() == {"*", "config.json", "copy.json", "model.safetensors"}
