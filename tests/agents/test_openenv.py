@@ -285,7 +285,7 @@ def test_frames_that_nobody_asked_for_stay_with_the_server(build, write):
     ("answer", "message"),
     [
         ('{"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no", "errors": 5}}', None),
-        ('{"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no", "errors": ["a", {}]}}', None),
+        ('{"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no", "errors": ["msg", 5, {}]}}', None),
         (
             '{"data": {"observation": {"text": ""}, "reward": ' + "9" * 400 + ', "done": true}}',
             "expected a finite number",

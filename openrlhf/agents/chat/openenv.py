@@ -174,7 +174,8 @@ class OpenEnvAgentExecutor(ChatExecutor):
         code, message = data.get("code"), str(data.get("message"))
         if code == INVALID and kind == "step":
             errors = data.get("errors")
-            reasons = [str(item["msg"]) for item in errors if "msg" in item] if isinstance(errors, list) else []
+            items = errors if isinstance(errors, list) else []
+            reasons = [str(item["msg"]) for item in items if isinstance(item, Mapping) and "msg" in item]
             return InvalidAction("; ".join(reasons) or message)
         if code == FULL:
             more = "a larger max_concurrent_envs in the server's create_app, or a smaller --max_concurrent_episodes"
@@ -220,7 +221,7 @@ async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.
     """Read a socket in the background and yield the queue of its frames; the last one says that it is closed.
 
     aiohttp answers the server's pings only while the socket is being read, and the server closes a connection that does
-    not answer. A turn of the policy may take longer than the server waits. Of frames that nobody asked for,
+    not answer. A turn of the policy may take longer than the server waits. Of frames that were not requested,
     only one is kept and one more is read, so that a server cannot fill the memory.
     """
     frames: asyncio.Queue[WSMessage] = asyncio.Queue(1)
