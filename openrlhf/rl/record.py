@@ -176,8 +176,10 @@ class Replay:
         except (OSError, ValueError, LookupError, TypeError, RecursionError, ArrowException) as error:
             raise DataError(f"--replay {file} cannot be read: {error}") from None
         for item in items:
-            arrays = (item.input_ids, item.action_mask, item.rollout_log_probs, item.token_versions)
-            if len({len(array) for array in arrays}) > 1 or not len(item.input_ids):
+            factors = item.input_ids if item.temperature_factors is None else item.temperature_factors
+            arrays = (item.input_ids, item.action_mask, item.rollout_log_probs, item.token_versions, factors)
+            lengths = {0 if array is None else len(array) for array in arrays}
+            if len(lengths) > 1 or 0 in lengths:
                 raise DataError(f"--replay {file} is damaged: the arrays of a sample differ in length, or are empty")
             unknown = item.input_ids[(item.input_ids < 0) | (item.input_ids >= self.vocabulary)]
             if len(unknown):

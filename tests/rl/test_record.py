@@ -255,10 +255,12 @@ def with_column(name, values):
         (lambda file: pq.write_table(pq.read_table(file).drop_columns("action_mask"), file), "cannot be read"),
         (with_column("extra_logs", "[" * 100_000), "cannot be read"),
         (with_column("action_mask", [True]), "is damaged"),
+        (with_column("action_mask", None), "is damaged"),
+        (with_column("temperature_factors", [1.0]), "is damaged"),
         (with_column("input_ids", [1, 2, 3, 4, 10]), "has the token 10: the policy has 10"),
         (with_column("input_ids", [1, -2, 3, 4, 5]), "has the token -2"),
     ],
-    ids=["empty", "cut", "no mask", "deep", "lengths", "unknown token", "negative token"],
+    ids=["empty", "cut", "no mask", "deep", "lengths", "null", "factors", "unknown token", "negative token"],
 )
 def test_a_record_that_cannot_be_replayed_is_one_error(change, complaint, tmp_path):
     """Without a check, a token of another model ends a run on a GPU with an assertion of CUDA."""
