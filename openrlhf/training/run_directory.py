@@ -177,14 +177,14 @@ def must_be_of_this_run(found: Path, saved: Mapping[str, object], now: Mapping[s
 
 def must_hold_out_the_same_rows(found: Path, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise if --eval_size or --seed changed: the resumed run would train on rows that were held out before."""
-    size, seed = saved.get("eval_size"), saved["seed"]
+    size, seed = saved.get("eval_size"), saved.get("seed")
     if size == now["eval_size"] and (size is None or seed == now["seed"]):
         return
-    before = f"--eval_size {size} --seed {seed}"
-    how = "without --eval_size" if size is None else f"with {before}"
+    before = "without --eval_size" if size is None else f"--eval_size {size:.10g} --seed {seed}"
+    how = before if size is None else f"with {before}"
     raise ConfigError(
         f"--load_checkpoint: the checkpoint {found} was written {how}, so other rows would be held out now",
-        try_this="without --eval_size" if size is None else before,
+        try_this=before,
     )
 
 

@@ -414,10 +414,10 @@ def test_a_full_disk_at_the_end_never_loses_the_model(tmp_path, case):
     [
         (
             {"seed": 7},
-            "with --eval_size 5.0 --seed 42, so other rows would be held out now. Try: --eval_size 5.0 --seed",
+            "with --eval_size 5 --seed 42, so other rows would be held out now. Try: --eval_size 5 --seed",
         ),
-        ({"eval_size": 6}, "was written with --eval_size 5.0 --seed 42"),
-        ({"eval_size": None}, "was written with --eval_size 5.0 --seed 42"),
+        ({"eval_size": 6}, "was written with --eval_size 5 --seed 42"),
+        ({"eval_size": None}, "was written with --eval_size 5 --seed 42"),
     ],
 )
 def test_a_resumed_run_cannot_train_on_rows_that_were_held_out(change, complaint, tmp_path, case, capsys):
