@@ -110,6 +110,7 @@ class EpisodeSession:
         """Return the completion of a request; cancelling the call cancels the request."""
         assert self.open, "an episode requested tokens after it had ended"
         scheduler = self.scheduler
+        assert self.episode not in scheduler.waiting, "an episode makes one request at a time"
         scheduler.times.requesting.begin()
         try:
             if scheduler.lockstep:  # wait until every running episode has a request
