@@ -108,9 +108,8 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     into different numbers of micro-batches. A process with fewer of them repeats its first one, without indices.
     """
     parts = replace(batching, sharing_limit=model.network.sharing_limit).cut(rows)
-    missing = model.most_rounds(len(parts)) - len(
-        parts
-    )  # a collective call, which all processes must make before any forward pass
+    # A collective call, which all processes must make before any forward pass.
+    missing = model.most_rounds(len(parts)) - len(parts)
     for part in parts:
         yield part, [rows[place] for place in part]
     for _ in range(missing):
