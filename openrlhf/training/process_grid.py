@@ -30,6 +30,17 @@ def process_grid(device_type: str, **sizes: int) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", *sizes))
 
 
+@cache
+def ring_of_all() -> dist.ProcessGroup:
+    """Return a group of all processes for a ring.
+
+    A grid would return the default group, whose collectives would wait for the ring's transfers.
+    """
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup), "an int only outside the group"
+    return group
+
+
 def share_rows(network: Network, sharding: ShardingFlags, device_type: str) -> dist.ProcessGroup | None:
     """Set the ring of a network if --ring_attn_size is above 1, and return the group of data-parallel ranks."""
     size = sharding.ring_attn_size
@@ -37,6 +48,6 @@ def share_rows(network: Network, sharding: ShardingFlags, device_type: str) -> d
         return None
     check_ring(network.decoder.config, sharding)
     grid = process_grid(device_type, ring=size, tensor=sharding.ds_tensor_parallel_size)
-    group = grid["ring"].get_group()
+    group = grid["ring"].get_group() if size < dist.get_world_size() else ring_of_all()
     network.ring = Ring(group, dist.get_rank(group), size, sharding.ring_head_stride)
     return grid["data"].get_group()

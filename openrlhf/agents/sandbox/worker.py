@@ -46,6 +46,7 @@ from openrlhf.agents.sandbox.parent_death import die_with, end_all
 from openrlhf.errors import OpenRLHFError
 from openrlhf.subprocesses import frame, read_frame
 
+OPEN_FILES = 65_536  # wanted limit; where programs close all descriptors one by one, a much higher one makes them slow
 # Keys of an episode's result that are sent to the trainer.
 RESULT_KEYS = (
     *("observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores"),
@@ -273,9 +274,11 @@ def describe_place(frame: traceback.FrameSummary) -> str:
 def main(calls: int, replies: int, parent: int) -> None:
     """Run the worker on two socket descriptors; `parent` is the trainer's process id."""
     die_with(parent)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS limits it further
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # agents have connections: often 1,024 are allowed
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1,024, too few for the connections of agents
+    allowed = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    if 0 <= few < allowed:
+        with suppress(ValueError, OSError):  # macOS limits it further
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
     for descriptor in (calls, replies):
         os.set_inheritable(descriptor, False)
     asyncio.run(ProcessWorker(socket.socket(fileno=replies)).serve(socket.socket(fileno=calls)))
