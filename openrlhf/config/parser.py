@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 from openrlhf.config.aliases import FALSE, environment_arguments, known_spellings, rewrite, successor
 from openrlhf.config.flag_file import FileEntry, read_flag_file
 from openrlhf.config.flags import Flag, choices_of, flags_of, in_reading_order, replace_flags, summary_of, without_none
-from openrlhf.config.help import asked_topic, help_text
+from openrlhf.config.help import asked_topic, default_text, help_text
 from openrlhf.config.unknown_flags import NEGATIVE_NUMBER, unknown_flags, unknown_words, wrong_choice
 from openrlhf.errors import ConfigError, listed
 from openrlhf.monitor import say
@@ -134,10 +134,9 @@ def build_parser(command: type, prog: str) -> FlagParser:
 
 def argument_options(item: Flag) -> dict[str, Any]:
     """Return the keyword arguments for `add_argument` that match a field's type."""
-    shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
     kind = without_none(item.type)
-    unset = item.default is None or item.default is False or shown == ""
-    suffix = " (required)." if item.required else "." if unset else f" (default: {shown!r}).".replace("'", "")
+    default = "" if item.default is False else default_text(item)
+    suffix = " (required)." if item.required else "." if default in ("", "not set") else f" (default: {default})."
     text = item.help.removesuffix(".") + suffix
     options: dict[str, Any] = {"default": item.default, "help": text.replace("%", "%%")}
     if kind is bool:

@@ -95,6 +95,11 @@ def test_help_shows_defaults_that_are_zero_and_omits_those_that_are_unset():
     assert "(default: False)" not in text
 
 
+def test_help_shows_where_a_default_with_spaces_ends():
+    text = " ".join(shown("train_sft").split())
+    assert r"(default: 'User: {}\nAssistant: ')" in text
+
+
 def test_a_section_is_shown_with_flags_elsewhere_that_bear_its_name():
     assert flags_in(shown("train_sft", "lora")) == ["lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
     assert flags_in(shown("train_sft", "LoRA")) == flags_in(shown("train_sft", "lora"))
