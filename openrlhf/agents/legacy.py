@@ -118,13 +118,14 @@ def find_feedback(after: object, before: str, done: bool) -> str:
     if after is None and done:
         return ""
     if not isinstance(after, str):
-        raise RolloutError(f"'next_observation' of step is {kind_of(after)}: expected a string")
+        raise RolloutError(f"step returned {kind_of(after)} as 'next_observation': expected a string")
     if after.startswith(before):
         return after[len(before) :]
     pairs = enumerate(zip(after, before, strict=False))
     place = next((index for index, (new, old) in pairs if new != old), min(len(after), len(before)))
     near = max(0, place - 20)
     raise RolloutError(
-        f"'next_observation' of step does not begin with observation + action: at character {place} it has"
-        f" {shorten(after[near : place + 40])}, but observation + action has {shorten(before[near : place + 40])}"
+        "the 'next_observation' that step returned does not begin with observation + action: at character"
+        f" {place} it has {shorten(after[near : place + 40])}, but observation + action has"
+        f" {shorten(before[near : place + 40])}"
     )

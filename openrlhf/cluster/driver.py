@@ -127,7 +127,7 @@ def interpreter_for_ray(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def watch_starting_head() -> Iterator[None]:
-    """End the program if Ray's head dies while `ray.init` waits for it: Ray would end it later, without a cause."""
+    """End the program if Ray's head dies while `ray.init` waits for it: Ray would end it later, without a reason."""
     import psutil
 
     started = threading.Event()

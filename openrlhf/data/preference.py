@@ -54,7 +54,7 @@ def preference_rows(
 
 @dataclass(frozen=True)
 class PairReader:
-    """Makes pairs of a chosen and a rejected response."""
+    """Reader of pairs: a chosen and a rejected response."""
 
     kind: ClassVar[type] = PairRow
     form: TextFormat
@@ -136,7 +136,7 @@ def labelled_rows(
 
 @dataclass(frozen=True)
 class LabelledReader:
-    """Makes rows of one response with a label."""
+    """Reader of single responses, each with a label."""
 
     kind: ClassVar[type] = LabelledRow
     form: TextFormat

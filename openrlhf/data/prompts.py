@@ -92,7 +92,7 @@ def prompt_rows(
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes prompts, each with its label and data source."""
+    """Reader of prompts, each with its label and data source."""
 
     kind: ClassVar[type] = Prompt
     form: TextFormat

@@ -137,7 +137,7 @@ class DataReport:
         remedy = next((one for one in remedies if one), None)
         if not self.lengths:
             why = self.reasons or "the dataset is empty"
-            raise DataError(f"{self.name}: no row out of {self.read} can be used: {why}", try_this=remedy)
+            raise DataError(f"{self.name}: 0 of {self.read} rows can be used: {why}", try_this=remedy)
         if self.read - len(self.too_long) < LEAST_KEPT * self.read:
             raise DataError(
                 f"{self.name}: almost no rows would remain: {self.dropped.total()} of {self.read} are dropped:"

@@ -49,7 +49,7 @@ def row_key(records: Records, reader: RowReader[object], budget: Budget) -> str 
 
 
 def describe(value: object) -> object:
-    """Return a setting of a reader as JSON; raise NoKey if it may stand for different rows."""
+    """Return a setting of a reader as JSON; raise NoKey if that would not determine the rows."""
     if isinstance(value, PreTrainedTokenizerBase):
         return describe_tokenizer(value)
     if is_dataclass(value):

@@ -79,7 +79,7 @@ def open_reader(
 
 @dataclass(frozen=True)
 class ResponseReader:
-    """Makes rows whose response is learned."""
+    """Reader of prompts with a response, which is learned."""
 
     kind: ClassVar[type] = TokenRow
     form: TextFormat
@@ -95,7 +95,7 @@ class ResponseReader:
 
 @dataclass(frozen=True)
 class TextReader:
-    """Makes rows of whole texts, truncated to --max_len; all tokens but the first are learned, and no EOS is added."""
+    """Reader of plain texts, truncated to --max_len; all tokens but the first are learned, and no EOS is added."""
 
     kind: ClassVar[type] = TokenRow
     tokenizer: PreTrainedTokenizerBase
@@ -114,7 +114,7 @@ class TextReader:
 
 @dataclass(frozen=True)
 class ConversationReader:
-    """Makes rows in which every assistant turn is learned.
+    """Reader of conversations in which every assistant turn is learned.
 
     A template may drop the reasoning of earlier turns, so the full text does not contain these turns as generated. Such
     a conversation is split into one row per turn: the conversation up to that turn, with only that turn learned.

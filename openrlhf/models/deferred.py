@@ -69,7 +69,7 @@ class WeightFiles:
         return joined
 
     def must_be_used_up(self) -> None:
-        """Raise if a parameter has been replaced before it was filled."""
+        """Raise if a parameter was never filled, because the model was changed after loading."""
         if self.names:
             found = counted(len(self.names), "parameter")
             raise BackendError(f"{found} not loaded, such as {min(self.names.values())}")

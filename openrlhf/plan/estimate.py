@@ -227,7 +227,7 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
             states = total(term for term in device if term.kind in STATES)
             found.append(place.term("asleep", states))
             pinned += states
-        if not place.deepspeed:  # PyTorch rounds up each tensor, and DeepSpeed joins tensors to a few large ones
+        if not place.deepspeed:  # PyTorch rounds up each tensor, and DeepSpeed joins them into a few large ones
             found.append(place.term("rounding of pinned memory", (place.shape.rounding - 1) * pinned, certain=False))
     if phase == LOADING and here.models and not here.models[0].on_cpu:
         found.append(max((loading_term(place) for place in here.models), key=lambda term: term.size))

@@ -44,11 +44,11 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Seconds of a phase in one step, and its largest part."""
+    """Predicted seconds of a phase in one step."""
 
     phase: Phase
     seconds: float
-    limit: str
+    limit: str  # what takes most of them, such as memory bandwidth
 
 
 def phase_seconds(work: Workload, machine: Machine, shapes: Shapes) -> tuple[PhaseSeconds, ...]:

@@ -90,7 +90,7 @@ def shape_of(settings: PretrainedConfig, *, scalar: bool = False, trust_remote_c
     head_size = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
     queries, keys = heads * head_size, (getattr(text, "num_key_value_heads", None) or heads) * head_size
     cached = 2 * keys
-    if getattr(text, "kv_lora_rank", None):  # DeepSeek's latent attention: few numbers are cached, and then expanded
+    if getattr(text, "kv_lora_rank", None):  # DeepSeek's attention caches a small latent vector and expands it
         queries = keys = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
         cached = text.kv_lora_rank + text.qk_rope_head_dim
     kinds = getattr(text, "layer_types", None)

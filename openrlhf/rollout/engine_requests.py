@@ -30,7 +30,7 @@ class Guard(Protocol):
 
 
 class EngineRequests:
-    """Sends requests to a process and delivers their completions."""
+    """Queue of the requests to an engine process: send them in bulk, and deliver their completions."""
 
     def __init__(self, process: EngineProcess, guard: Guard) -> None:
         self.process, self.guard = process, guard

@@ -35,7 +35,7 @@ PROBE = "probe"  # argument of this script, in place of a process id
 START_SECONDS = 10.0  # wait for the daemon to answer
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 60.0  # wait for the first client, which starts the daemon's server
-CHECK_SECONDS = 0.5  # interval of checks whether the process still runs
+CHECK_SECONDS = 0.5  # interval of checks that the process is still running
 QUIT_SECONDS = 10.0  # wait for the daemon to end before it is killed
 
 

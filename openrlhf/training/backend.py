@@ -57,7 +57,7 @@ class StepTotals:
     sequences: Tensor
     tokens: Tensor
     micro_batches: Tensor
-    expert_counts: Tensor | None = None  # [experts], see Outputs; None without experts, or of this micro-batch alone
+    expert_counts: Tensor | None = None  # [experts], see `Outputs`; None if a micro-batch's own counts suffice
 
     @property
     def sizes(self) -> tuple[Tensor, ...]:

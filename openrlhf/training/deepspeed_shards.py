@@ -1,8 +1,8 @@
-"""A network inside a DeepSpeed engine: its sharded weights, and its offloading.
+"""A network inside a DeepSpeed engine: build the engine, gather its shards, and offload it.
 
-`deepspeed.py` uses three groups of functions from here. `engine_around` builds the engine. The next functions gather
-shards; they are collective, so all ranks must call them with the same parameters. `put_to_sleep` and `wake_up` free the
-device memory while rollout engines use the device.
+`engine_around` builds the engine. `keep_gathered`, `join_flat_parts` and `gather` join shards; they are collective, so
+all ranks must call them with the same parameters. `put_to_sleep` and `wake_up` free device memory while rollout engines
+use the device.
 """
 
 from __future__ import annotations

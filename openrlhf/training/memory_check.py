@@ -50,7 +50,7 @@ def read_shapes(work: Workload) -> Shapes:
 
 
 def plan_run(config: TrainingConfig, machine: Machine) -> Assessment | None:
-    """Plan a run; None if a model's own code does not build without weights."""
+    """Plan a run; None if a model's own code fails to build it without weights."""
     work = workload_of(config, world_size())
     try:
         return assess(work, machine, read_shapes(work))

@@ -246,7 +246,7 @@ def test_step_function_may_return_the_tuple_of_0_8_0(write):
     [
         ("observation + action.upper()", "at character 3 it has 'hi AB', but observation + action has 'hi ab'"),
         ("observation", "at character 3 it has 'hi '"),
-        ("None", "'next_observation' of step is None"),
+        ("None", "step returned None as 'next_observation'"),
     ],
 )
 def test_step_function_may_only_append(write, after, message):

@@ -95,7 +95,7 @@ def test_pairs_that_differ_only_after_truncation_are_dropped(records, capsys):
 
 def test_a_dataset_of_equal_pairs_is_an_error(records):
     same = {**PAIR, "rejected": "two"}
-    with pytest.raises(DataError, match=r"^data.jsonl: no row out of 2 can be used: 2 with chosen equal to rejected$"):
+    with pytest.raises(DataError, match=r"^data.jsonl: 0 of 2 rows can be used: 2 with chosen equal to rejected$"):
         read(records(same, same))
 
 
@@ -134,5 +134,5 @@ def test_errors_name_row_and_field(records, data, complaint):
     ],
 )
 def test_conversations_that_form_no_pair_are_dropped(records, chosen, prompt_key, reason):
-    with pytest.raises(DataError, match=f"no row out of 1 can be used: 1 {reason}$"):
+    with pytest.raises(DataError, match=f"0 of 1 rows can be used: 1 {reason}$"):
         read(records({"prompt": "one", "chosen": chosen, "rejected": chosen}), template=CHAT, prompt_key=prompt_key)

@@ -49,7 +49,7 @@ def test_labels_are_truncated_with_the_text(records, capsys):
 
 
 def test_a_text_without_a_step_is_dropped(records):
-    with pytest.raises(DataError, match=r"no row out of 1 can be used: 1 without a step$"):
+    with pytest.raises(DataError, match=r"0 of 1 rows can be used: 1 without a step$"):
         read(records({"input": "one", "label": []}))
 
 

@@ -77,7 +77,7 @@ def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):
 
 def test_a_budget_that_drops_every_prompt_is_rejected(records, letters):
     tight = Budget(4, "--max_len", 16)
-    with pytest.raises(DataError, match=r"no row out of 1 .* 4 tokens that --max_len 20 allows.* Try: --max_len 21"):
+    with pytest.raises(DataError, match=r"0 of 1 rows .* 4 tokens that --max_len 20 allows.* Try: --max_len 21"):
         prompt_rows(records({"input": "abcde"}), letters, PromptFlags(), TemplateFlags(), tight)
 
 

@@ -186,7 +186,7 @@ def test_dropped_rows_are_counted_by_reason(records, capsys):
     ],
 )
 def test_dropping_every_row_is_an_error_with_the_reasons(records, value, reason):
-    with pytest.raises(DataError, match=f"^data.jsonl: no row out of 1 can be used: 1 {reason}$"):
+    with pytest.raises(DataError, match=f"^data.jsonl: 0 of 1 rows can be used: 1 {reason}$"):
         read(records({"input": value}), template=CHAT)
 
 
@@ -202,7 +202,7 @@ def test_dropping_every_row_is_an_error_with_the_reasons(records, value, reason)
     ],
 )
 def test_multiturn_names_the_reasons_for_dropped_rows(records, value, reason):
-    with pytest.raises(DataError, match=f"^data.jsonl: no row out of 1 can be used: 1 {reason}$"):
+    with pytest.raises(DataError, match=f"^data.jsonl: 0 of 1 rows can be used: 1 {reason}$"):
         read(records({"input": value}), template=CHAT, multiturn=True, max_len=10)
 
 

@@ -33,7 +33,7 @@ ON_CPU = rows(
     object,
     ("ref_offload ref_reward_offload teacher_offload", "on a CPU, where everything is in host memory", always),
     ("use_liger_kernel", "on a CPU: its kernels need a GPU", always),
-    ("vllm_enable_expert_parallel", "on a CPU: vLLM's kernel for experts cannot divide them there", always),
+    ("vllm_enable_expert_parallel", "on a CPU: vLLM cannot divide experts there", always),
     ("deepspeed_enable_sleep", "on a CPU, where there is no device memory to free", always),
 )
 NO_PROCESS_REWARDS = "without a process reward model in --reward_pretrain"

@@ -24,15 +24,16 @@ from openrlhf.inference.gguf.families import CONVERTER
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
 
-# Splitting expressions of byte-level tokenizers -> name of the rule in llama.cpp.
+# Parts of the regular expressions with which byte-level tokenizers split text.
 CONTRACTIONS, WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# A step of the normalizer or pre-tokenizer in tokenizer.json; its keys depend on its type.
-Step: TypeAlias = Mapping[str, Any]
+# Regular expression of a byte-level tokenizer -> llama.cpp's name for it.
 SPLITS = {
     rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{REST}": "llama-bpe",
     rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{REST}": "qwen2",
 }
+# A step of the normalizer or pre-tokenizer in tokenizer.json; its keys depend on its type.
+Step: TypeAlias = Mapping[str, Any]
 
 
 class BPEModel(TypedDict):
