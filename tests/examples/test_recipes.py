@@ -52,6 +52,14 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_the_commands_of_the_page_run_recipes():
+    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "recipes" / "README.md").read_text(), re.DOTALL)
+    for line in block.splitlines():
+        program, command, flag, file, *_ = shlex.split(line, comments=True)
+        assert (program, flag) == ("openrlhf", "--config")
+        assert command_of(Path(file).stem)[0] == command
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_the_checks(name, repository, capsys):
     (repository / "runs" / "rm").mkdir(parents=True)
