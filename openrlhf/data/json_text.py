@@ -76,7 +76,7 @@ def exact_json(value: object) -> str | None:
 
 
 def is_exact(value: object) -> bool:
-    """Return whether JSON keeps a value as it is: it changes tuples, keys that are not text, and other types."""
+    """Return whether a value survives JSON unchanged; tuples, keys that are not text, and other types do not."""
     if type(value) is dict:
         return all(type(key) is str and is_exact(item) for key, item in value.items())
     if type(value) is list:

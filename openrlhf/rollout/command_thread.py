@@ -101,7 +101,7 @@ class CommandThread(ABC):
 
     @abstractmethod
     def _may_step(self) -> bool:
-        """Return True if there is work to do and no pause or the like prevents it."""
+        """Return True if there is work to do and the engine may do it now; it may not while paused, for example."""
 
     @abstractmethod
     def _step(self) -> None:

@@ -314,7 +314,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         return None
 
     def export(self, folder: Path, tensors: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Write a model folder for Transformers or, for adapters, for PEFT, with other `tensors` than `exported`."""
+        """Write a model folder for Transformers or, for adapters, for PEFT; `tensors` replace the current weights."""
         save_model(self.network, folder, None if tensors is None else dict(tensors))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
