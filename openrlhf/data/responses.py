@@ -21,12 +21,13 @@ from openrlhf.errors import ConfigError
 def check_fields(fields: ResponseFlags, form: TextFormat, records: Records) -> None:
     """Raise if the flags do not name a field for the response; suggest the other fields of the first row."""
     if form.chat is None and fields.output_key is None:
-        others = [name for name in records[0].row if name not in split_names(fields.input_key)]
+        row = records[0].row
+        others = [name for name in row if name not in split_names(fields.input_key)]
         names = " or ".join(map(shlex.quote, others[:MAX_SUGGESTED_FIELDS])) or "output"
-        raise ConfigError(
-            "without a chat template, the response needs its own field",
-            try_this=f"--output_key {names}, or --apply_chat_template",
-        )
+        fix = f"--output_key {names}, or --apply_chat_template"
+        if isinstance(row.get(fields.input_key), list):  # a conversation, which contains the response
+            fix = "--apply_chat_template"
+        raise ConfigError("without a chat template, the response needs its own field", try_this=fix)
 
 
 def mark_response(record: Record, fields: ResponseFlags, form: TextFormat) -> Marked:

@@ -73,6 +73,8 @@ def test_plain_rows_need_an_output_key(records):
         read(records({"input": "one"}))
     with pytest.raises(ConfigError, match=r"Try: --output_key answer or 'final answer', or --apply_chat_template"):
         read(records({"input": "one", "answer": "two", "final answer": "two"}))
+    with pytest.raises(ConfigError, match=r"the response needs its own field. Try: --apply_chat_template$"):
+        read(records({"input": [{"role": "user", "content": "one"}], "source": "here"}))
 
 
 @pytest.mark.parametrize(
