@@ -117,7 +117,7 @@ def test_files_are_replaced_only_if_asked(tmp_path, capsys):
     (tmp_path / "reward.py").write_text("mine")
     code, said = fails(["init", "grpo", "--output", "run.yaml"], capsys)
     assert (code, (tmp_path / "reward.py").read_text()) == (2, "mine")
-    assert "reward.py would be overwritten. Try: --overwrite, or another --output" in said
+    assert "reward.py would be overwritten. Try: --overwrite, or --output in another folder" in said
     assert not (tmp_path / "run.yaml").exists()
     main(["init", "grpo", "--output", "run.yaml", "--overwrite"])
     assert "wrote run.yaml\nopenrlhf: replaced reward.py" in capsys.readouterr().err

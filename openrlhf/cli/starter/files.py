@@ -44,7 +44,8 @@ def run(config: InitConfig) -> None:
     existing = [file for file in files if file.exists()]
     if not flags.overwrite and existing:
         raise ConfigError(
-            f"{' and '.join(map(str, existing))} would be overwritten", try_this="--overwrite, or another --output"
+            f"{' and '.join(map(str, existing))} would be overwritten",
+            try_this="--overwrite, or --output in another folder",
         )
     for file, content in files.items():
         try:
