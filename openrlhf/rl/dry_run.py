@@ -253,7 +253,8 @@ def source_of(rewards: RewardFlags) -> str:
 
 def explain(tried: Sequence[tuple[Trial, GroupResult]], tokenizer: PreTrainedTokenizerBase) -> None:
     """Print failures and the range of the rewards; rewards of reward models are not known yet."""
-    prompts = counted(num_prompts(trial for trial, _ in tried), "prompt")
+    number = num_prompts(trial for trial, _ in tried)
+    prompts = "prompt" if number == 1 else f"{number} prompts"
     failures = [failure for _, result in tried for failure in result.failures]
     if failures:
         say(
