@@ -32,10 +32,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from openrlhf.config.checks.paths import is_here
 from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.attention import choose_attention, fitting_attention
-from openrlhf.models.deferred import deferred_weights, load_shell
+from openrlhf.models.deferred import deferred_weights, load_shell, weight_files
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
@@ -145,14 +146,26 @@ def load_scalar_model(
         raise ConfigError(f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model")
     _reject_missing(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
     if missing and not new_head:
-        raise ConfigError(
-            f"{name} has no weights for a scalar head called {saved_prefix}, so its rewards would be random",
-            try_this="a folder that train_rm saved, or --value_head_prefix with the head's name",
-        )
+        raise no_scalar_head(name, saved_prefix)
     if missing:
         init_scalar_head(model)
     deferred_weights(model).fill(model.get_submodule(SCALAR_HEAD).parameters(), copy=True)  # PEFT makes a copy of it
     return model
+
+
+def check_scalar_head(name: str, loading: LoadingFlags, head_prefix: str) -> None:
+    """Reject a folder without weights for a scalar head, before they are loaded; only safetensors files are checked."""
+    saved_prefix = read_config(name, loading).to_dict().get("value_head_prefix", head_prefix)
+    files = weight_files(find_source(name, loading)) if is_here(name) else None
+    if files is not None and not any(tensor.startswith(f"{saved_prefix}.") for tensor in files):
+        raise no_scalar_head(name, saved_prefix)
+
+
+def no_scalar_head(name: str, prefix: str) -> ConfigError:
+    return ConfigError(
+        f"{name} has no weights for a scalar head called {prefix}, so its rewards would be random",
+        try_this="a folder that train_rm saved, or --value_head_prefix with the head's name",
+    )
 
 
 def _reject_missing(name: str, missing: Collection[str], try_this: str | None = None) -> None:

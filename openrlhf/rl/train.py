@@ -41,7 +41,7 @@ from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.hub import check_login, push_folder
 from openrlhf.training.model_card import warn_if_prompted_differently
-from openrlhf.training.preflight import check_engines, check_models, explain_reward_models
+from openrlhf.training.preflight import check_engines, check_models, check_reward_models
 from openrlhf.training.process_state import present_objects_frozen
 from openrlhf.training.rng import load_rng, seed_everything
 from openrlhf.training.run_directory import (
@@ -96,7 +96,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
         few = f"only {counted(len(prompts), 'prompt')}, fewer than --rollout_batch_size"
         say(f"{few}: rollouts are smaller or repeat prompts")
     warn_if_prompted_differently(config)
-    explain_reward_models(config)
+    check_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)
     prepared = Prepared(config, tokenizer, order, executor, eval_prompts, sinks)
     try:

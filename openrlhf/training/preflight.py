@@ -21,7 +21,7 @@ from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.experts import experts_per_token, number_of_experts
 from openrlhf.models.liger import liger_knows
-from openrlhf.models.load import read_config
+from openrlhf.models.load import check_scalar_head, read_config
 from openrlhf.models.ring import check_ring
 from openrlhf.monitor import say
 from openrlhf.training.expert_parallel import check_experts
@@ -152,12 +152,15 @@ def explain_experts(loading: LoadingFlags, *names: str) -> None:
         say(f"--experts_implementation {loading.experts_implementation} has no effect: no model has experts")
 
 
-def explain_reward_models(config: RLConfig) -> None:
-    """Report flags for process or outcome reward models if the run has no such model."""
+def check_reward_models(config: RLConfig) -> None:
+    """Reject reward models without a head; report flags for process or outcome reward models if there are none."""
     if not config.rewards.scored_by_models:
         return
-    saved = [read_config(name, config.model).to_dict() for name in config.rewards.reward_models]
-    scores_steps = ["placeholder_token" in one for one in saved]
+    models = config.rewards.reward_models
+    scores_steps = ["placeholder_token" in read_config(name, config.model).to_dict() for name in models]
+    for name, by_steps in zip(models, scores_steps, strict=True):
+        if not by_steps:
+            check_scalar_head(name, config.model, config.head.value_head_prefix)
     lines = [] if any(scores_steps) else answers(config, WITHOUT_STEPS)
     lines += answers(config, STEPS_ONLY) if all(scores_steps) else []
     for line in lines:

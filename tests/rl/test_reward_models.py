@@ -185,6 +185,7 @@ def test_a_language_model_is_rejected_as_reward_model(train_ppo, tmp_path, model
     answers = write_rows(tmp_path / "answers.jsonl", [{"input": "a", "output": "b"}])
     with pytest.raises(SystemExit):
         train_ppo(reward_pretrain=models(), max_steps=1)
+    assert not (tmp_path / "out").exists()  # rejected before a model was loaded
     with pytest.raises(SystemExit):
         run_command(
             "batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"}
