@@ -7,8 +7,9 @@ import pytest
 
 from tools.drill import programs
 from tools.drill.bad_inputs import drill_bad_inputs
-from tools.drill.damage import drill_damage, flip_bit
+from tools.drill.damage import drill_damage, drill_disks, flip_bit
 from tools.drill.local_kills import drill_local_kills
+from tools.drill.long_runs import drill_many_prompts
 from tools.drill.outcome import Lost, Outcome, render_table, try_all
 
 SEED = 0
@@ -30,6 +31,19 @@ def test_a_run_never_trains_on_a_truncated_checkpoint(tmp_path):
 def test_bad_inputs_give_one_line_and_leave_no_files(tmp_path):
     outcome = drill_bad_inputs(tmp_path, SEED, limit=4, at_a_time=1)
     assert (outcome.tried, outcome.losses) == (4, [])
+
+
+@pytest.mark.slow(seconds=8)
+def test_prompts_with_failing_rewards_are_skipped_and_the_others_trained_once(tmp_path):
+    outcome = drill_many_prompts(tmp_path, 1000, SEED)
+    assert (outcome.tried, outcome.losses) == (1000, [])
+
+
+@pytest.mark.slow(seconds=8)
+def test_a_trained_model_survives_full_disks(tmp_path):
+    outcome = drill_disks(tmp_path, at_a_time=1)
+    assert outcome.tried > 0
+    assert outcome.losses == []
 
 
 def test_a_case_that_fails_is_lost_with_its_reason():

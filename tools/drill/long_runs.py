@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 
+from openrlhf.rl.sample_files import read_samples
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
 from tests.tiny import make_model
 from tests.toy_data import write_rows
@@ -92,7 +92,8 @@ def drill_many_prompts(folder: Path, count: int, seed: int) -> Outcome:
         must_be_flat(usage)
     except Lost as lost:
         outcome.losses.append(str(lost))
-    trained = Counter(row["prompt"]["label"] for row in recorded(here))
+    files = (here / "out" / "run" / "rollouts").glob("step_*.parquet")
+    trained = Counter(item.prompt.label for file in files for item in read_samples(file))
     for word in sorted(words):
         expected = 0 if fails(word) else SAMPLES
         if trained[word] != expected:
@@ -103,11 +104,6 @@ def drill_many_prompts(folder: Path, count: int, seed: int) -> Outcome:
 def fails(prompt: str) -> bool:
     """Return whether FAILING_REWARD raises for this prompt."""
     return zlib.crc32(prompt.encode()) % 20 == 0
-
-
-def recorded(folder: Path) -> list[dict]:
-    files = sorted((folder / "out" / "run" / "rollouts").glob("step_*.parquet"))
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
 def drill_many_steps(folder: Path, count: int) -> Outcome:
