@@ -68,7 +68,7 @@ def read_shape(name: str, loading: LoadingFlags, *, scalar: bool = False) -> Mod
         raise ConfigError(f"{name} is stored in quantised form, whose size in memory a plan does not know")
     try:
         return shape_of(settings, scalar=scalar, trust_remote_code=loading.trust_remote_code)
-    except FAILURES as error:  # no common class: each model builds itself from numbers that nobody checked
+    except FAILURES as error:  # no common class: each model builds itself from unchecked numbers
         raise cannot_load("model", name, error) from None
 
 
