@@ -119,6 +119,8 @@ class LocalBackend(MasterBackend):
     ) -> None:
         """Set up the optimizer; `compile_layers` is None to compile if enough steps remain to pay for it."""
         super().__init__(network.to(device), device)
+        automatic = compile_layers is None and pays_off_on(network, device)
+        self.compilation = AutomaticCompilation(network) if automatic else None
         choose_layout(network, self.forward)
         network.train()
         self.optimizer = MasterOptimizer(network, optimizer, learning_rate, offload=adam_offload)
@@ -128,8 +130,6 @@ class LocalBackend(MasterBackend):
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
             compile_decoder_layers(network)
-        automatic = compile_layers is None and pays_off_on(network, device)
-        self.compilation = AutomaticCompilation(network) if automatic else None
 
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         if self.compilation is not None:

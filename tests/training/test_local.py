@@ -44,6 +44,13 @@ def make_backend(folder, *, packing=False, lora=0):
     )
 
 
+def test_a_slower_layout_names_the_error_of_the_model(tmp_path, capsys):
+    model = load_causal_lm(make_model(tmp_path, "gpt_oss"), ModelFlags(), device=CPU, packing=True)
+    LocalBackend(Network(model), SETTINGS, CPU, learning_rate=RATE)
+    assert "packed with the packed kernel fails with " in (line := capsys.readouterr().err)
+    assert "Backend" not in line
+
+
 def token_rows(number, seed=0):
     random = np.random.default_rng(seed)
     lengths = random.integers(3, 12, number)
