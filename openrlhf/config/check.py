@@ -81,6 +81,7 @@ SHARDING: Rules = (
 SUPERVISED: Rules = (
     *TRAINING,
     supervised.ring_attention_needs_packing,
+    common.packing_needs_our_attention,
     supervised.processes_fill_the_groups,
     *SHARDING,
     supervised.micro_batches_divide_the_batch,
@@ -98,6 +99,7 @@ RL: Rules = (
     rl.group_estimators_do_not_discount,
     rl.only_gae_has_a_critic,
     rl.rings_and_dynamic_batches_pack,
+    common.packing_needs_our_attention,
     rl.kl_estimator_suits_its_place,
     asynchrony.oversampling_needs_async,
     asynchrony.samples_may_wait_for_the_queue,

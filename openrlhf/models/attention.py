@@ -42,11 +42,7 @@ def choose_attention(requested: str, device: torch.device, packing: bool) -> tup
         kernel = "PyTorch's varlen kernel" if device.type == "cuda" else "SDPA"
         line = f"--attn_implementation {requested}: {why}, so {kernel} is used instead"
         return choose_attention("auto", device, packing)[0], line
-    line = None
-    if packing and not package and requested != SEGMENTED:
-        line = f"--attn_implementation {requested} does not support packing, so sequences are padded. Try: "
-        line += "--attn_implementation auto"
-    return requested, line
+    return requested, None
 
 
 def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> str:

@@ -43,6 +43,7 @@ from openrlhf.training.build import (
     make_backend,
     make_frozen,
     make_network,
+    replace_unavailable_attention,
 )
 from openrlhf.training.optim import schedule
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
@@ -60,6 +61,7 @@ def build_models(
 
     `rewards` selects reward models by their index in --reward_pretrain (default: all).
     """
+    config = replace_unavailable_attention(config, device)
     total_steps = rollouts * steps_per_rollout(config)
     # The order matters, because new heads and adapters are initialised with torch's random numbers.
     policy = build_policy(config, device, total_steps) if "actor" in roles else None

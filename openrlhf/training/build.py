@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +61,7 @@ def evaluation_values(metrics: Metrics) -> dict[str, float]:
     return {EVALUATION_NAMES.get(name, name): value for name, value in values.items()} | dashboard
 
 
+C = TypeVar("C", bound=TrainingConfig)
 AnyObjective: TypeAlias = SupervisedObjective[Any, Any, Any]  # the rows and batches depend on the command
 EVALUATION_NAMES = {**dict.fromkeys(LOSS_NAMES, "eval_loss"), "acc": "acc_mean"}
 
@@ -88,13 +89,7 @@ def build(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, soft_labels: bool
 ) -> Built:
     """Load the models of a supervised command and build its backend and objective."""
-    # Choose the attention before loading, so that a fallback is reported only once for several models.
-    asked = config.model.attn_implementation
-    attention, line = choose_attention(asked, device, config.batches.packing_samples)
-    if line:
-        say(line)
-    if attention != asked:
-        config = replace(config, model=replace(config.model, attn_implementation="auto"))
+    config = replace_unavailable_attention(config, device)
 
     # Load the model to train, with the head that the command needs.
     name = str(config.model.pretrain)
@@ -119,6 +114,15 @@ def build(
 
         return Built(backend, objective, reward_values, keep_statistics)
     return Built(backend, objective)
+
+
+def replace_unavailable_attention(config: C, device: torch.device) -> C:
+    """Report a missing flash attention package once and use the default, before several models load."""
+    asked = config.model.attn_implementation
+    attention, line = choose_attention(asked, device, config.batches.packing_samples)
+    if line:
+        say(line)
+    return config if attention == asked else replace(config, model=replace(config.model, attn_implementation="auto"))
 
 
 def load_language_model(config: TrainingConfig, name: str, device: torch.device) -> PreTrainedModel:

@@ -579,6 +579,18 @@ CHANGED = [  # rule, command, added flags, parts of the line, the changed flag, 
 
 SAID = [  # rule, command, added flags, parts of the line
     (
+        "packing_needs_our_attention",
+        "train_sft",
+        "--packing_samples --attn_implementation eager",
+        "--attn_implementation eager does not support packing|Try: --attn_implementation auto",
+    ),
+    (
+        "packing_needs_our_attention",
+        "train_ppo",
+        "--packing_samples --attn_implementation sdpa",
+        "--attn_implementation sdpa does not support packing",
+    ),
+    (
         "log_probs_can_be_compared",
         "train_ppo_ray",
         "--vllm_num_engines 1 --temperature 0.7 --top_p 0.9",

@@ -119,6 +119,17 @@ def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig]
     return change(config, line, attn_implementation="auto")
 
 
+def packing_needs_our_attention(config: TrainingConfig) -> str | None:
+    """Report that sequences are padded if the attention is one that cannot keep packed sequences apart."""
+    asked = config.model.attn_implementation
+    if not config.batches.packing_samples or asked == "auto" or asked.startswith("flash_attention"):
+        return None
+    return (
+        f"--attn_implementation {asked} does not support packing, so sequences are padded. "
+        "Try: --attn_implementation auto"
+    )
+
+
 def probabilities_match_datasets(config: object) -> None:
     """Require one probability per dataset, with a sum of 1."""
     values = flag_values(config)
