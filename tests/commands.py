@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import psutil
+
 from tests.metric_tables import find_metric
 from tests.warm import warm_python
 
@@ -147,3 +149,11 @@ class FinishedRun:
     def config(self):
         """The config.json of the saved model."""
         return json.loads((self.save_path / "config.json").read_text())
+
+
+def is_running(pid):
+    """Return whether a process exists and is not a zombie, which nothing may collect in a container."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from openrlhf.signals import SIGNALS, interrupt_on_signals, stop_request
-from tests.commands import DEADLINE, command_environ
+from tests.commands import DEADLINE, command_environ, is_running
 
 
 class Halted(KeyboardInterrupt):
@@ -117,15 +117,6 @@ with signals.interrupt_on_signals(), signals.stop_request("stopping"):
     print(child.pid, flush=True)
     {hang}()
 """
-
-
-def is_running(process):
-    """Return whether a process exists and is not a zombie, which nothing may collect in a container."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("number", SIGNALS)

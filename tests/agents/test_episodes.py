@@ -18,6 +18,7 @@ from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm
 from openrlhf.rl.request_batching import EpisodeScheduler
 from openrlhf.rollout.hf import HFEngine
+from tests.commands import is_running
 from tests.samples import plain
 from tests.tiny import make_model
 
@@ -379,7 +380,7 @@ DAEMONS = """
 
 def wait_for_end(pids):
     deadline = time.monotonic() + WATCHDOG
-    while any(alive(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
         os.sched_yield()
 
@@ -410,12 +411,3 @@ def test_daemons_of_a_worker_die_with_it(build, write, tmp_path, then):
     found = [int(pid) for pid in pids.read_text().split()]
     assert len(found) == (3 if then == "pass" else 6)  # a reward that failed is tried again
     wait_for_end(found)
-
-
-def alive(pid):
-    """Return whether a process runs; a zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -22,20 +22,19 @@ from tests.warm import warm_programs
 KILLING_REWARD = """
 import os, signal
 from pathlib import Path
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+import psutil
 
 def children_of_trainer(name):
     '''Return the pids with this name whose parent is the trainer, which started our supervisor too.'''
-    trainer = parent_of(os.getppid())
-    stats = [path.read_text().rpartition(")") for path in Path("/proc").glob("[0-9]*/stat")]
-    return [head.split()[0] for head, _, rest in stats if int(rest.split()[1]) == trainer and name in head]
+    wanted = {"name": name, "ppid": psutil.Process(os.getppid()).ppid()}
+    return [process.pid for process in psutil.process_iter(["name", "ppid"]) if process.info == wanted]
 
 def is_ours(pid):
     '''False if it has ended; another process may have its pid by now.'''
-    environ = Path(f"/proc/{pid}/environ")
-    return environ.exists() and f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}".encode() in environ.read_bytes()
+    try:
+        return psutil.Process(int(pid)).environ().get("RAY_TMPDIR") == os.environ["RAY_TMPDIR"]
+    except psutil.Error:
+        return False
 
 def reward_func(queries, prompts, labels):
     here = Path(__file__).parent

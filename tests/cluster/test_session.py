@@ -6,6 +6,7 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.ray_machine import COLD, HERE, WATCHDOG, link_interpreter, make_machine, wait_until_gone
@@ -168,7 +169,11 @@ def test_a_private_ray_ends_with_a_killed_driver_and_the_next_one_starts(machine
     with machine.start_driver("run_forever", flags) as driver:
         assert driver.stdout.readline() == "up\n"
         processes = machine.processes()
-        reaper = [process for process in processes if b"reaper.py" in Path(f"/proc/{process}/cmdline").read_bytes()]
+        reaper = [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if process.pid in processes and any("reaper.py" in word for word in process.info["cmdline"])
+        ]
         driver.send_signal(signal.SIGKILL)
         assert len(reaper) == 1
         assert wait_until_gone(reaper)
