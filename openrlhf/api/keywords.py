@@ -22,7 +22,7 @@ KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Text: TypeAlias = str | PathLike[str]  # a TrainResult is a PathLike, too
+Text: TypeAlias = str | PathLike[str]  # a TrainResult is also a PathLike
 Row: TypeAlias = Mapping[str, object]
 
 

@@ -27,7 +27,7 @@ WRAPPERS = {
     "preview": "Show the data of a command as its model would see it.",
     "plan": "Predict the memory and time of a training command, and which flags to change.",
 }
-# What each command does, by name.
+# Command name -> what the command does.
 SUMMARIES = {**{name: summary_of(config) for name, config in COMMANDS.items()}, **WRAPPERS}
 END = """
 openrlhf <command> --help           a typical command line and the essential flags

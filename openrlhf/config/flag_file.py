@@ -51,7 +51,7 @@ def entries_of(
     """Return the keys of a mapping; nested ones have dotted names: `{ds: {zero_stage: 3}}` gives `ds.zero_stage`."""
     import yaml
 
-    loader.flatten_mapping(node)  # of keys that are merged with <<
+    loader.flatten_mapping(node)  # the keys that << merges in
     found: list[FileEntry] = []
     for key, value in node.value:
         name = f"{prefix}{loader.construct_object(key, deep=True)}"

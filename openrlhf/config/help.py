@@ -113,7 +113,7 @@ def default_text(item: Flag) -> str:
     if isinstance(item.default, bool):
         return str(item.default).lower()
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
-    # Quotes show where a text with spaces ends.
+    # Quotes show where a value with spaces ends.
     return repr(item.default) if isinstance(item.default, str) and " " in item.default else repr(shown).strip("'")
 
 

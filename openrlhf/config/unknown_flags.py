@@ -17,7 +17,7 @@ from openrlhf.errors import ConfigError, listed
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 ALL_FLAGS = "--help all for all flags"
 MANY = 3  # answers that are listed in lines of their own
-NEARLY = 0.15  # a name is suggested, too, if its similarity (0 to 1) is at most this much below the best one's
+NEARLY = 0.15  # also suggest names whose similarity (0 to 1) is at most this much below the best
 
 
 def unknown_words(command: type, words: Sequence[str]) -> ConfigError:
@@ -59,7 +59,7 @@ def unknown_flags(command: type, given: Mapping[str, str]) -> ConfigError:
 
 
 def what_to_write(command: type, name: str, value: str) -> str | None:
-    """Return our flag for a name used elsewhere (with our value, if that differs, too), or else similar flags."""
+    """Return our flag for a name used elsewhere (and our value, if it also differs), or else similar flags."""
     flags = flags_of(command)
     if suggested := suggest(name, flags):
         choices = choices_of(flags[suggested.flag].type)

@@ -78,16 +78,16 @@ class Workload:
     train_tokens: int  # tokens of a training micro-batch
     score_tokens: int  # tokens of a forward-only micro-batch
     sequence: int  # tokens of the longest sequence
-    micro_batches: int  # per device and optimizer step
+    micro_batches: int  # micro-batches per device and optimizer step
     step_samples: int  # sequences of an optimizer step, over all devices
     by_tokens: bool = False  # micro-batches are limited by tokens instead of samples
-    always_deepspeed: bool = False  # also in one process
+    always_deepspeed: bool = False  # use DeepSpeed even in one process
     muon: bool = False
     sleeps: bool = False  # trained models leave the device while idle
     engine: WorkEngine | None = None  # None in supervised commands
-    samples: int = 0  # of a rollout
+    samples: int = 0  # samples per rollout
     response: int = 0  # tokens of the longest response
-    optimizer_steps: int = 1  # of a rollout
+    optimizer_steps: int = 1  # optimizer steps per rollout
     scores_policy: bool = False  # the policy's log-probs are computed before training
     logs_entropy: bool = False
     moving_average: bool = False

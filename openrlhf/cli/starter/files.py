@@ -81,7 +81,7 @@ def yaml_text(starter: Starter, path: str) -> str:
     title = ""
     for item in in_reading_order(COMMANDS[starter.command]):
         listed = item.essential or item.required or item.name in starter.values
-        if not listed or item.name == "dry_run":  # a dry run is asked for on the command line
+        if not listed or item.name == "dry_run":  # belongs on the command line
             continue
         if item.title != title:
             title = item.title

@@ -12,7 +12,7 @@ from openrlhf.errors import ConfigError, counted
 
 
 def partial_rollout_needs_async(config: RLConfig) -> None:
-    """Reject --partial_rollout in synchronous runs, in which no sample is unfinished at a weight sync."""
+    """Reject --partial_rollout in synchronous runs, which have no unfinished samples at a weight sync."""
     if config.asynchrony.partial_rollout and not config.asynchrony.async_train:
         raise ConfigError("--partial_rollout needs generation to run during training", try_this="--async_train")
 

@@ -42,7 +42,7 @@ def install_command(extra: str | None = None, root: Path = ROOT, package: str | 
 
 
 def requirements_of(extra: str | None, declared: Sequence[str]) -> Iterator[str]:
-    """Yield the requirements of an extra (None: those without one), and of the extras of openrlhf that it includes."""
+    """Yield the requirements of an extra (None: the base requirements), and of the openrlhf extras that it includes."""
     wanted = extra.replace("_", "-") if extra else None  # as metadata spells it
     for line in declared:
         requirement, _, marker = line.partition(";")

@@ -96,13 +96,13 @@ class RolloutFlags:
     vllm_generate_batch_size: int | None = flag(
         None,
         "Prompts in progress at a time (default: --rollout_batch_size). A larger number oversamples: a rollout is "
-        "complete when --rollout_batch_size prompts are accepted, and the others are left to the next rollout.",
+        "complete when --rollout_batch_size prompts are accepted, and the others are left for the next rollout.",
         POSITIVE,
     )
     abort_stragglers: bool = flag(
         False,
-        "With oversampling, cancel the prompts that still run when their rollout is complete. They are generated again "
-        "in the next rollout, so only the tokens generated so far are lost (default: they continue).",
+        "With oversampling, cancel the prompts that are still running when the rollout is complete. They are generated "
+        "again in the next rollout, so only the tokens generated so far are lost (default: let them continue).",
         needs="vllm_generate_batch_size",
     )
     dynamic_filtering: bool = flag(
