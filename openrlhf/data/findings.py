@@ -65,7 +65,7 @@ def unknown_field(rows: Sequence[FieldValues], fields: Sequence[str]) -> Finding
 def template_ends_in_space(report: DataReport, template: TemplateFlags) -> Finding | None:
     """Find a space at the end of the prompt that the tokenizer joins with the response.
 
-    A prompt that is answered later ends in a token for the space alone, which training has never shown.
+    At generation time, the prompt ends in a token for the space alone, which the model never saw in training.
     """
     text = template.input_template or ""
     if template.apply_chat_template or not text.endswith(" ") or report.joined_prompts <= len(report.lengths) / 2:

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 MAX_DEPTH = 100  # maximum levels of nested lists and objects
-SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python, always half of a pair
+SURROGATE = re.compile("[\ud800-\udfff]")  # in a Python string, always half of a pair
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate, alone or in a pair
 
 

@@ -33,7 +33,7 @@ MARKS: Mapping[type, Marks] = {TokenRow: "learned", LabelledRow: "learned", Pair
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a row's text, marked if the loss looks at it; the end of a step has its label."""
+    """A piece of a row's text, marked if the loss depends on it; the end of a step has its label."""
 
     text: str
     marked: bool

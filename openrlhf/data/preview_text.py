@@ -1,4 +1,4 @@
-"""A preview as plain text, for terminals and log files; text that the loss looks at is coloured, or in double brackets.
+"""A preview as plain text, for terminals and log files; marked text is coloured, or in double brackets.
 
 `render` returns the whole preview. `describe_row` returns the one line about the first row that every run prints.
 """

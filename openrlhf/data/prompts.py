@@ -63,7 +63,7 @@ def read_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def make_prompts(records: Records, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded[Prompt]:
-    """Make the prompts, and check their labels unless only reward models give rewards: they need none."""
+    """Make the prompts; check their labels, unless all rewards come from reward models, which need none."""
     loaded = prompt_rows(records, tokenizer, config.prompts, config.template, prompt_budget(config))
     if config.rewards.agent_func_path or not config.rewards.scored_by_models:
         loaded.report.add(missing_labels(first_rows(records), config.prompts.label_key))

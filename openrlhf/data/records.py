@@ -136,7 +136,7 @@ class Records:
 
     sources: Sequence[Source]
     order: NDArray[np.int64]  # [rows, 2]: (source, position in it)
-    held_out: bool = False  # from the training data, for evaluation
+    held_out: bool = False  # taken from the training data for evaluation
 
     @property
     def name(self) -> str:

@@ -66,10 +66,10 @@ class DataReport:
     without_eos: int = 0  # rows without an EOS among their targets, not counting truncated rows
     joined_prompts: int = 0  # rows in which one token holds the end of the prompt and the start of the response
     empty_sides: int = 0  # pairs with a response without text
-    split_conversations: int = 0  # into one row per turn
+    split_conversations: int = 0  # conversations split into one row per turn
     long_turns: int = 0  # turns of split conversations that are omitted, because their context fills the budget
     desirable: int = 0  # rows with this label
-    soft_labels: bool | None = None  # the kind of the labels of steps; None until the first label is read
+    soft_labels: bool | None = None  # whether the labels of steps are soft; None until the first label is read
     texts: list[str] = field(default_factory=list)  # texts of the first rows, to check how they are tokenised
     findings: list[Finding] = field(default_factory=list)
 

@@ -42,7 +42,7 @@ class Retokenizer:
         return np.array(read, dtype=np.int32)  # [own tokens]
 
     def places(self, item: Trajectory, row: NDArray[np.int32], found: Sequence[int] | NDArray[np.intp]) -> list[int]:
-        """Map positions `found` in the reward model's tokens to the sample's tokens that contain their last character.
+        """Map positions in the reward model's tokens (`found`) to the sample tokens that end the same text.
 
         `row` is the result of `ids` for the sample.
         """

@@ -4,7 +4,7 @@
 the folder `openrlhf_rows` of the datasets cache, named after a hash of everything that determines them (`row_key`):
 
     KEY.arrow    the rows as columns (`row_columns`)
-    KEY.json     the checksum of that file, and what the report counts; written last
+    KEY.json     the checksum of that file, and the report's counts; written last
 
 Files appear under their names only when they are complete. Of several processes, the first one makes the rows while the
 others wait for its lock. Files that are damaged are made again. If they cannot be written, rows are kept in memory.
@@ -138,7 +138,7 @@ def checksum(path: Path) -> str:
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Rename a complete file, after it is on the disk: a crash of the machine must not leave a part of it."""
+    """Flush a complete file to disk, then rename it: a crash of the machine must not leave a partial file."""
     with aside.open("rb") as file:
         os.fsync(file.fileno())
     aside.replace(path)

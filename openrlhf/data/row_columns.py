@@ -1,6 +1,6 @@
 """Rows as Arrow columns, and back: what the files of `row_cache` contain.
 
-`make_batch` stores rows of one kind as a batch of columns, one for each array, number or text of a row. `map_rows`
+`make_batch` stores rows of one kind as a batch of columns, one for each array, number or string of a row. `map_rows`
 returns the sequence of rows in such batches. It makes a row on access: its arrays are views of the columns, which are
 mapped from a file. So a large dataset takes no memory of the process, and all processes of a machine share it.
 
@@ -32,7 +32,7 @@ TEXT = pa.large_string()
 Row = TypeVar("Row")
 IntArray = NDArray[np.int32]
 ByteArray = NDArray[np.uint8]
-Cell = Any  # an array, a number or a text
+Cell = Any  # an array, a number or a string
 Column = Callable[[int], Cell]  # returns the cell of a row
 
 
@@ -46,8 +46,8 @@ class RowFormat(Generic[Row]):
 
     columns: Mapping[str, pa.DataType]
     cells: Callable[[Row], tuple[Cell, ...]]  # in the order of the columns
-    row: Callable[..., Row]  # from the cells
-    numbered: bool = False  # `row` takes the number of the row first
+    row: Callable[..., Row]  # makes a row from its cells
+    numbered: bool = False  # the first argument of `row` is the row number
 
     @property
     def schema(self) -> pa.Schema:
@@ -143,7 +143,7 @@ class MappedRows(Sequence[Row]):
     """The rows of one kind in batches of columns; a slice is another sequence over the same columns."""
 
     kind: type[Row]
-    columns: Sequence[Sequence[Column]]  # of each batch
+    columns: Sequence[Sequence[Column]]  # the columns of each batch
     starts: Sequence[int]  # the first row of each batch, and the number of rows
     places: range  # the rows of this sequence
 

@@ -75,7 +75,7 @@ def make_part(records: Iterable[Record], reader: RowReader[object], report: Data
 
 
 def contradicts(part: DataReport, report: DataReport) -> bool:
-    """Return whether labels are of another kind than in earlier parts, which the worker did not know."""
+    """Return whether labels differ in kind from those of earlier parts, which the worker has not seen."""
     return None not in (part.soft_labels, report.soft_labels) and part.soft_labels != report.soft_labels
 
 
@@ -125,7 +125,7 @@ class RowWorker:
                 python_command(code),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # this process makes the part again, and prints what there is to say
+                stderr=subprocess.DEVNULL,  # this process makes the part again, and prints any messages
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in the terminal reaches only this process
                 env={**os.environ, **WORKER_ENVIRONMENT},

@@ -65,7 +65,7 @@ class RowReader(Protocol[MadeRow]):
     It keeps its counts in the report, so that any process can read any part of a dataset.
     """
 
-    kind: ClassVar[type]  # of the rows
+    kind: ClassVar[type]  # the kind of the rows
 
     def make(self, record: Record, report: DataReport) -> Iterable[MadeRow]:
         """Return the rows of one record, and count them in the report."""

@@ -54,7 +54,7 @@ def find_prefixes(sequences: Sequences) -> SharedPrefixes | None:
     if not groups:
         return None
     lengths = np.array([len(sequence) for sequence in sequences])
-    starts = np.cumsum(lengths) - lengths  # where each sequence starts when all are concatenated
+    starts = np.cumsum(lengths) - lengths  # start of each sequence in their concatenation
     members = np.array([member for group in groups for member in group.members])
     alone = np.delete(np.arange(len(sequences)), members)
     sizes, shared = np.array([(len(group.members), group.prefix) for group in groups]).T  # [groups] each

@@ -37,7 +37,7 @@ JSON = (".json", ".jsonl")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # file suffix -> builder of `datasets`
 # Errors that `datasets` raises for unreadable files, unknown names or a missing network; any other error is a bug.
 LOADER_ERRORS = (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, NotImplementedError)
-HASHED = 10_000  # rows of a table that are copied at a time to hash them
+HASHED = 10_000  # rows of a table to copy and hash at a time
 FROM_THE_HUB = LoadingFlags()  # names that are not local are loaded from the Hugging Face Hub
 
 
