@@ -94,7 +94,7 @@ def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
     """Write the rows to the output in order; apply --post_processor to scored rows first."""
     rows = parts.rows()
     if config.task.eval_task == "rm":
-        scored = cast("list[ScoredRow]", list(rows))  # as `score` wrote them
+        scored = cast("list[ScoredRow]", list(rows))  # written by `score`
         rewards = [row["reward"] for row in scored]
         mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         say(f"reward: mean {mean:.4f}, std {std:.4f} over {counted(len(scored), 'row')}")

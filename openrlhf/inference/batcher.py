@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from openrlhf.rl.reward_models import Row
 
-ROUND = 8  # forwards per full round: enough rows to group by length, few enough that new requests do not wait long
+ROUND = 8  # forwards per full round: enough to group rows by length, few enough that new requests do not wait long
 
 
 class QueuedRow(NamedTuple):

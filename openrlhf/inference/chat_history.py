@@ -1,7 +1,7 @@
 """Conversation history of the chat command, and the prompt text that the model continues.
 
-With a chat template, the tokenizer renders the turns as messages. Without one, the prompt is a growing text: the turns
-so far, each on a new line, and the new message in --input_template.
+With a chat template, the tokenizer renders the turns as messages. Without one, the prompt is plain text: the turns so
+far, each on a new line, then the new message in --input_template.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class StreamingDecoder:
     """Incremental detokenizer of a reply; it holds back a character until all its bytes have arrived.
 
     Each new piece is decoded together with the tokens of the previous piece, whose text is then cut off. Decoding it
-    alone would be wrong for tokenizers that write a word differently at the start of a text.
+    alone would be wrong for tokenizers that treat a word differently at the start of the text.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -85,13 +85,13 @@ def inherited_metadata(source: str, base: str | None) -> ModelCardData:
     known = card.data
     metadata.datasets = known.get("datasets")
     metadata.tags = [*dict.fromkeys([TAG, *(tag for tag in known.get("tags") or [] if tag != "lora")])]
-    if (prompt := known.get("prompt_format")) is not None:  # empty: trained on plain text
+    if (prompt := known.get("prompt_format")) is not None:  # an empty one means training on plain text
         metadata["prompt_format"] = prompt
     return metadata
 
 
 def training_part(source: str) -> str:
-    """Return our card of a model, starting at its section on training, without the sections that are rewritten."""
+    """Return the text of our model card from its section on training on, without the sections that are rewritten."""
     card = read_card(source) if is_here(source) else None
     if card is None or not is_ours(card):
         return ""

@@ -75,7 +75,7 @@ def run(config: ExportConfig) -> Path:
 
 @contextmanager
 def converting_to(folder: Path) -> Iterator[None]:
-    """Hold the output folder while a model is converted on the CPU, and delete what killed runs left of it."""
+    """Lock the output folder while a model is converted on the CPU, and delete leftovers of killed runs."""
     choose_device("cpu")
     with hold_folder(folder, "--output_path"):
         remove_leftovers(folder.parent, lambda name: name == folder.name)

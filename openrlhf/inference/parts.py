@@ -61,7 +61,7 @@ class OutputParts:
             self.found = find_rows(self.folder)  # rows that were finished when this process started
             # Line-buffered, so that a killed process loses no finished row.
             self.file = own.open("a", buffering=1, encoding="utf-8")
-            self.lock = stack.pop_all()  # held from here on
+            self.lock = stack.pop_all()  # held from now on
 
     def _open_folder(self, now: Mapping[str, object]) -> None:
         """Compare this run with the one that left rows in the folder, or record its settings in a new plan.

@@ -49,7 +49,7 @@ def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
     for data in read_data(config, tokenizer):
         preview = preview_data(data.flag, data.loaded, tokenizer, num_rows=flags.rows, template=template_of(config))
         text = render(preview, data.steps, longest=flags.row_chars, colour=colour)
-        encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of the data
+        encoding = sys.stdout.encoding or "utf-8"  # may not support all characters of the data
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         previews.append(preview)
     return previews

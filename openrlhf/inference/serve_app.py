@@ -47,7 +47,7 @@ class RewardService:
         self._check_key(request)
         try:
             texts = read_queries(await self._read_body(request))
-            # Nothing may be awaited between the check and the reservation: other requests would pass the check too.
+            # Do not await between the check and the reservation, or other requests would pass the check too.
             if self.num_waiting and self.num_waiting + len(texts) > MAX_WAITING:
                 raise HTTPException(503, "too many queries are waiting; try again later", {"Retry-After": "1"})
             self.num_waiting += len(texts)

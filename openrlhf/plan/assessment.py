@@ -58,7 +58,7 @@ class Assessment:
 
     @property
     def host_room(self) -> float:
-        """Bytes of host memory on a node; infinite if unknown or if it is the memory of the device, too."""
+        """Bytes of host memory on a node; infinite if unknown, or if it is also the device's memory."""
         if self.machine.gpu is None or self.machine.host_memory is None:
             return float("inf")
         return self.machine.host_memory
@@ -75,7 +75,7 @@ class Assessment:
 
     @property
     def peak(self) -> float:
-        """Bytes that the fullest device needs; an engine without room needs more than there is."""
+        """Bytes that the fullest device needs; more than there is if an engine does not fit."""
         needed, lacking = total(self.fullest.peak.device), self.engine_shortage()
         return needed if lacking <= 0 else max(needed, self.memory + lacking)
 
@@ -146,7 +146,7 @@ def suggestions(plan: Assessment) -> list[FlagChange]:
 
 
 def remedy(plan: Assessment) -> list[FlagChange]:
-    """Return changes that make the run fit together; those that change what is learned come last. Empty if none do."""
+    """Return changes that together make the run fit; those that change what is learned come last. Empty if none do."""
     chosen: list[FlagChange] = []
     current = plan
     while current.fit != "fits" and len(chosen) < MOST_ROUNDS:

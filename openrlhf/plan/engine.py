@@ -11,8 +11,8 @@ from openrlhf.plan.terms import Term
 
 ROLE = "engine"
 GRAPHS = 1.5 * GIB  # CUDA graphs of vLLM
-PREFILL_TOKENS, SEQUENCES = 8192, 1024  # that vLLM reserves room for at its start
-HF_ROWS = 256  # most rows that the Transformers engine decodes at a time
+PREFILL_TOKENS, SEQUENCES = 8192, 1024  # vLLM reserves room for these at its start
+HF_ROWS = 256  # maximum rows that the Transformers engine decodes together
 SAMPLING_BYTES = 12  # per logit of a row: fp32 logits, their softmax and a copy
 
 
@@ -31,7 +31,7 @@ class EnginePlace:
 
     @property
     def weights(self) -> float:
-        """Bytes on one device: of all engines that share it, and never quantised."""
+        """Bytes on one device, of all engines that share it; their weights are never quantised."""
         if not self.engine.own_weights:
             return 0.0
         return self.width * self.shape.parameters * self.engine.per_gpu / self.engine.devices

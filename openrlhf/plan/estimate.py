@@ -22,12 +22,12 @@ LOADING, GENERATION, EXPERIENCE = "loading", "generation", "experience"
 TRAINING, SYNC, SAVING = "training", "sync", "saving"
 Shapes = Mapping[tuple[str, bool], ModelShape]  # keys: name of the model, and whether its head is scalar
 
-CONTEXT_BYTES = 0.6 * GIB  # that CUDA and cuBLAS take in each process on a GPU
+CONTEXT_BYTES = 0.6 * GIB  # taken by CUDA and cuBLAS in each process on a GPU
 NCCL_BYTES = 0.7 * GIB  # buffers of a process that communicates with others
 RESERVE_SHARE = 0.15  # share of temporary tensors' memory that PyTorch's allocator loses to fragmentation
 MIN_SYNC_BUCKET, MAX_SYNC_BUCKET, BUCKETS_PER_MODEL = 1 << 28, 1 << 30, 16  # rollout/bucket.py
 HOST_PROCESS = 4 * GIB  # host memory of Python, PyTorch and CUDA in one process
-LOADED_FILE = 5 * GIB  # part of a checkpoint that each process reads at a time under ZeRO-3
+LOADED_FILE = 5 * GIB  # part of a checkpoint that each process holds while it reads it under ZeRO-3
 TIGHT = 0.92  # share of the memory above which a run is tight
 
 
@@ -150,7 +150,7 @@ def engine_terms(here: GroupPlaces, *, awake: bool, weights: bool = False) -> li
     if here.engine is None:
         return []
     found = here.engine.terms()
-    if not here.engine.engine.vllm:  # its cache exists only while it generates
+    if not here.engine.engine.vllm:  # the cache exists only during generation
         return found if awake else [term for term in found if term.kind == "weights"]
     if awake or not here.engine.engine.sleeps:
         return found
@@ -242,7 +242,7 @@ def in_host_memory(here: GroupPlaces, phase: Phase, per_node: int) -> tuple[Term
 
 
 def loading_term(place: ModelPlace) -> Term:
-    """Return the host memory of a process that loads a model; under ZeRO-3, only language models load in shards.
+    """Return the host memory of a process that loads a model; under ZeRO-3, only language models are loaded in shards.
 
     Under FSDP, weights are mapped from files, and trained ones are widened to fp32 one layer at a time.
     """

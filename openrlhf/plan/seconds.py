@@ -35,7 +35,7 @@ PLAIN, COMPILED, FORWARD = 0.354, 0.434, 0.5
 RECOMPUTED = 0.82  # throughput with gradient checkpointing, relative to without
 ADAPTED = 0.54  # throughput with LoRA, relative to full training: small matrix products, and inputs widened to fp32
 REACHED_BANDWIDTH, REACHED_LINK = 0.7, 0.7
-UPDATE_BYTES = 30  # that Adam reads and writes per parameter
+UPDATE_BYTES = 30  # read and written by Adam per parameter
 HOST_UPDATE = 2.6e-9  # seconds per parameter of Adam on 16 cores
 SCHEDULED_ROW = 30e-6  # seconds of vLLM's scheduler per sequence and token
 LAUNCHED_LAYER = 0.85e-3  # seconds per layer and token to launch kernels without CUDA graphs
@@ -48,7 +48,7 @@ class PhaseSeconds:
 
     phase: Phase
     seconds: float
-    limit: str  # what takes most of them, such as memory bandwidth
+    limit: str  # what takes most of the time, such as memory bandwidth
 
 
 def phase_seconds(work: Workload, machine: Machine, shapes: Shapes) -> tuple[PhaseSeconds, ...]:

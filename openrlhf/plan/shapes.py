@@ -52,7 +52,7 @@ class ModelShape:
     routed: int  # experts that a token is routed to; 0 without experts
     cached: int  # numbers that a KV cache stores per token and layer
     growing: int  # layers whose KV cache grows with the whole sequence, unlike sliding windows and linear attention
-    rounding: float  # size of all tensors if each is rounded up to a power of two, relative to their size
+    rounding: float  # total size with each tensor rounded up to a power of two, relative to the exact size
 
     @property
     def active(self) -> float:

@@ -15,7 +15,7 @@ from openrlhf.plan.terms import Kind, Term
 FP32, MOMENT_BYTES = 4, 8
 NF4 = 0.516  # bytes per weight: 4 bits, and the constants of double quantisation
 REDUCE_BUCKET = 5e8  # elements: DeepSpeed's reduce_bucket_size
-GATHERED_LAYERS = 3  # that FSDP holds at a time: the current one, and the next one in a buffer and unpacked
+GATHERED_LAYERS = 3  # held by FSDP at the same time: the current one, and two copies of the next (buffer and unpacked)
 LIVE_PARAMETERS = 1e9  # elements that ZeRO-3 keeps gathered at a time: its stage3_max_live_parameters
 
 
@@ -50,7 +50,7 @@ class ModelPlace:
 
     @property
     def split(self) -> int:
-        """Processes among which tensor parallelism divides weights before ZeRO; 1 under FSDP, which uses all."""
+        """Tensor-parallel processes that divide the weights before ZeRO does; 1 under FSDP, which shards over all."""
         return 1 if self.fsdp else self.work.sharding.ds_tensor_parallel_size
 
     @property
@@ -93,7 +93,7 @@ class ModelPlace:
 
     @property
     def weights(self) -> float:
-        """Bytes of all weights in one process before ZeRO or FSDP divides them; without weights that are masters."""
+        """Bytes of all weights in one process before ZeRO or FSDP divides them, without weights that are masters."""
         if self.fsdp:
             return self.width * self.parameters if self.adapted or not self.model.trained else 0.0
         added = 0.0
@@ -116,7 +116,7 @@ class ModelPlace:
 def weight_terms(place: ModelPlace) -> list[Term]:
     """Return the weights on the device and, under ZeRO-3, those that are gathered for the current layers."""
     if place.fsdp:
-        head = 0.0 if place.model.trained else place.width * place.shape.head * (1 - 1 / place.ranks)  # is kept whole
+        head = 0.0 if place.model.trained else place.width * place.shape.head * (1 - 1 / place.ranks)  # not divided
         return [place.term("weights", place.weights / place.ranks + head)]
     if not place.is_sharded:
         return [place.term("weights", place.weights)]

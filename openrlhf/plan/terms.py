@@ -29,7 +29,7 @@ Kind = Literal[
     "processes",
     "rounding of pinned memory",
 ]
-STATES: tuple[Kind, ...] = ("weights", "fp32 masters", "optimizer states")  # what exists between steps
+STATES: tuple[Kind, ...] = ("weights", "fp32 masters", "optimizer states")  # kept between steps
 
 
 @dataclass(frozen=True)

@@ -31,5 +31,5 @@ def run(config: ViewConfig) -> None:
             say(f"{counted(len(viewer.found), 'run')} on {address} (Ctrl-C ends the server)")
             if flags.open:
                 webbrowser.open(address)
-            with suppress(KeyboardInterrupt):  # the usual end
+            with suppress(KeyboardInterrupt):  # the usual way to stop
                 Server(viewer).run([listener])

@@ -23,13 +23,13 @@ from openrlhf.training.earlier_run import step_files
 from openrlhf.view.metrics import finite
 
 LARGEST = 2**53
-TOKENS = range(2**31)  # that a tokenizer may know
-ROWS_AT_ONCE = 64  # rows of a Parquet file that are converted to Python objects at a time
-COLUMNS = [  # that are shown
+TOKENS = range(2**31)  # ids that a tokenizer may have
+ROWS_AT_ONCE = 64  # number of Parquet rows to convert to Python objects together
+COLUMNS = [  # the columns to show
     *("step", "prompt", "response", "reward", "score", "truncated", "version", "extra_logs"),
     *("input_ids", "action_mask", "advantages", "old_log_probs", "rollout_log_probs"),
 ]
-BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # errors of a broken record
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # raised by broken records
 
 
 @dataclass(frozen=True)

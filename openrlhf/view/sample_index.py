@@ -31,7 +31,7 @@ UNSPACED = re.compile(
 )
 
 # Rows of `texts` cannot be deleted, because it stores no texts. AUTOINCREMENT never reuses the number of a deleted
-# sample, so the rest of it matches nothing. Each index ends with the rowid, which makes every order unique.
+# sample, so its leftover words match nothing. Each index ends with the rowid, which makes every order unique.
 SCHEMA = """
 PRAGMA journal_mode = WAL;
 CREATE TABLE files (

@@ -1,6 +1,6 @@
 """The runs of a page: the list of them, an index of their samples, and the samples of a prompt with their tokens.
 
-`Viewer` answers a server's requests, from files that may still grow. The report uses `shown_sample` and `to_json`, too.
+`Viewer` answers a server's requests, from files that may still grow. The report also uses `shown_sample` and `to_json`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _fields(value: object) -> object:
 
 
 class Viewer:
-    """The runs below some folders, as they are now.
+    """The runs below some folders, kept up to date.
 
     Any thread may query it; one thread at a time looks for new runs and new samples.
     """

@@ -50,7 +50,7 @@ class ChatShape:
 
     @classmethod
     def _guess(cls, render: Renderer) -> ChatShape:
-        """Read the texts off a few renderings; raise ValueError if they do not fit together."""
+        """Infer the fixed texts from a few renderings; raise ValueError if they are inconsistent."""
         asked = [("user", USER)]
         answered = [*asked, ("assistant", ASSISTANT)]
         before_user, after_user = render(asked).split(USER)
@@ -148,7 +148,7 @@ def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, prompt: PromptForma
 
 
 def quoted(text: str, what: str) -> str:
-    """Return text of several lines as a value; a Modelfile has no way to write three quotes inside it."""
+    """Return multi-line text as a Modelfile value; there is no way to write three quotes inside it."""
     if QUOTES in text:
         raise ConfigError(
             f"the {what} contains {QUOTES}, which cannot be written in a Modelfile",
@@ -158,7 +158,7 @@ def quoted(text: str, what: str) -> str:
 
 
 def stop_text(text: str) -> str:
-    """Return a stop sequence as a value. There are no escapes: a quote before a line break would end a quoted line."""
+    """Return a stop sequence as a Modelfile value; quotes cannot be escaped: one before a line break would end it."""
     return quoted(text, "stop sequence") if re.search(r'["\r\n]', text) else f'"{text}"'
 
 

@@ -29,7 +29,7 @@ SAMPLE = "The capital of France is Paris. What is 12 + 30? Answer: 42.\nOne, two
 # Largest allowed difference of a weight, relative to the largest weight of its tensor: half a step of the type's
 # precision, rounded up (q8_0 also rounds the scale of its blocks).
 WEIGHT_TOLERANCE: dict[GGUFType, float] = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 200}
-# Differences of logits that rounding explains, relative to their spread; a misplaced tensor gives 0.1 and more.
+# Logit differences that rounding can cause, relative to their spread; a misplaced tensor causes 0.1 or more.
 LOGIT_TOLERANCE: dict[GGUFType, float] = {"f32": 1e-3, "f16": 1e-2, "bf16": 5e-2, "q8_0": 1e-1}
 
 

@@ -4,9 +4,9 @@ llama.cpp has its own implementation of each kind of tokenizer, and a file only 
 
 - byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM): `gpt2`, with the merges and the name of the rule that splits text into
   words. The name is found from the splitting expression in the tokenizer; an unknown one is rejected, since a wrong
-  rule gives other tokens without any error.
-- SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma): `llama`, with a score per token. A merge happens
-  earlier the higher the score of its result, so the scores follow from the order of the merges.
+  rule would silently give other tokens.
+- SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma): `llama`, with a score per token. The higher the score
+  of its result, the earlier a merge happens, so the scores follow from the order of the merges.
 """
 
 from __future__ import annotations
