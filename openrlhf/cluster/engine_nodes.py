@@ -1,7 +1,7 @@
 """Engines on several nodes: one process per node, which start together and end together.
 
 The first node has the engine itself; the driver calls only that process. The others are its peers (`EnginePeer`), and
-each executes one call that ends only when the peer fails. The engine then ends, too, and is replaced as a whole.
+each executes one call that ends only when the peer fails. The engine then ends as well, and is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def start_on_nodes(
 
 
 async def end_with_peers(process: Process[EngineWorker], running: Sequence[asyncio.Future[None]]) -> None:
-    """Wait until a peer ends, and end what is left of the engine: it may wait for that peer forever."""
+    """Wait until a peer ends, then end the rest of the engine, which might wait for that peer forever."""
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     ended_first = False  # if True, the engine's callers report why
     try:

@@ -42,7 +42,7 @@ class Head:
     async def needed(self) -> AsyncIterator[None]:
         """Cancel the body of the context when the head is lost, and raise a BackendError that says so.
 
-        Other errors raised while the head is gone are reported as the loss of the head, too.
+        Any other error raised while the head is gone is also reported as the loss of the head.
         """
         loop, released = asyncio.get_running_loop(), threading.Event()
 

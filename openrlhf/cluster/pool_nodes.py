@@ -32,7 +32,7 @@ from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.errors import ConfigError, DeathError
 from openrlhf.types import Completion, Request
 
-Event: TypeAlias = Request | CallResult | CallFailure  # what a call returns to the driver
+Event: TypeAlias = Request | CallResult | CallFailure  # returned to the driver by a call
 
 
 class PoolNode:

@@ -82,7 +82,7 @@ class Cluster:
         }
         slots: list[ProcessSlot] = []
         for rank, device in enumerate(devices):
-            local_rank = 0 if device.visible is not None else rank % per_node  # the only visible GPU is number 0
+            local_rank = 0 if device.visible is not None else rank % per_node  # its only visible GPU
             slots.append(self._slot((device,), shared | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}))
         return slots
 
@@ -217,7 +217,7 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
                 try_this="ray status to see what holds them, then the same command again",
             )
         visible: Sequence[str | None] = [None] * len(places)
-        if unit == "GPU":  # only a process inside a bundle can find out its GPU
+        if unit == "GPU":  # only a process inside a bundle can see which GPU it has
             asked = [run_on_node(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(len(places))]
             visible = await_answers(asked)
         devices: dict[str, list[Device]] = {}

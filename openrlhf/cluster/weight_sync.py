@@ -28,7 +28,7 @@ class PolicyRanks:
     transport: Transport
     workers_per_engine: int
     engines_per_gpu: int = 1
-    others: Sequence[WorkerGroup] = ()  # groups of the other models
+    others: Sequence[WorkerGroup] = ()  # the groups of all other models
 
     async def open_channels(self, machines: Mapping[int, Sequence[str]]) -> list[Receiving]:
         processes, senders = self.group.processes, self._choose_senders(machines)

@@ -67,7 +67,7 @@ def checkpoint_parts(
         raise ScatteredTensorError(f"{min(shapes)}") from error
     found: dict[str, list[CheckpointPart]] = {name: [] for name in small}
     for saved_name, tensor in saved.items():
-        place = bisect_right(starts, int(tensor[(0,) * tensor.ndim])) - 1  # of the parameter with its first number
+        place = bisect_right(starts, int(tensor[(0,) * tensor.ndim])) - 1  # the number of the parameter's first element
         name = names[place]
         found[name].append(_find_block(saved_name, tensor, numbers[name], shapes[name], starts[place]))
     for name, own in found.items():

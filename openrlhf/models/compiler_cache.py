@@ -14,7 +14,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch sets it, too
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch also sets it
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -24,7 +24,7 @@ def keep_compiled_code_private() -> None:
 
 
 def compiler_cache() -> str:
-    """Return the folder that the user has named or PyTorch's default; instead of one that others can write, our own."""
+    """Return the folder that the user has named, else PyTorch's default unless others can write to it, else our own."""
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # a container may run as a user without a name
@@ -37,7 +37,7 @@ def compiler_cache() -> str:
 
 
 def is_ours_alone(folder: Path) -> bool:
-    """Create a folder if it does not exist; return whether it belongs to this user, and no other can write to it."""
+    """Create a folder if it does not exist; return whether it belongs to this user and no one else can write to it."""
     with suppress(OSError):  # it exists, or its parent cannot be written
         folder.mkdir(mode=0o700)
     try:

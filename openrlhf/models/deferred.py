@@ -39,11 +39,11 @@ class WeightFiles:
     """The files of a model's weights, and the parameters that have not been filled from them yet."""
 
     files: dict[str, Path]  # file of each tensor, by its name in the file
-    names: dict[nn.Parameter, str]  # in the model
+    names: dict[nn.Parameter, str]  # names in the model
     parts: dict[str, list[CheckpointPart]]  # parts of each parameter, by its name in the model
 
     def fill(self, parameters: Iterable[nn.Parameter], *, copy: bool = False) -> None:
-        """Give parameters their weights; those of other origin, such as adapters, already have theirs.
+        """Fill parameters with their weights; parameters from elsewhere, such as adapters, already have theirs.
 
         Without `copy`, the weights may be mapped from a file, so keep them only until the file may change.
         """

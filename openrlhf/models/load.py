@@ -6,7 +6,7 @@ The builders of `training`, `rl` and `inference` call these functions in this or
     load_tokenizer
     load_causal_lm     a decoder with its vocabulary head: policies, references, teachers
     load_scalar_model  a decoder with a scalar head: reward models and critics
-    add_adapters       wrap the model in LoRA, if requested; freeze modules that text does not train
+    add_adapters       wrap the model in LoRA, if requested; freeze modules that training on text does not update
 
 Checkpoints with missing weights, which Transformers would initialise at random, are rejected.
 """
@@ -178,7 +178,7 @@ def _reject_missing(name: str, missing: Collection[str], try_this: str | None = 
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn.Module:
-    """Wrap the model in LoRA unless the rank is 0, and freeze the modules that text does not train."""
+    """Wrap the model in LoRA unless the rank is 0, and freeze the modules that training on text does not update."""
     unused = freeze_unused(model)
     if lora.lora_rank == 0:
         return model

@@ -84,7 +84,7 @@ def check_kind(adapter: Path, task: str, *, is_rm: bool) -> None:
 def choose_revision(base: str, adapter: Path, settings: Mapping[str, object]) -> str:
     """Append the commit that the adapter was trained on to the base's hub name, unless a revision is given.
 
-    Print a line if the adapter was trained on a model of another name, which may have other weights.
+    Print a line if the adapter was trained on a model with another name, which may have other weights.
     """
     trained, commit = str(settings.get("base_model_name_or_path") or ""), settings.get("revision")
     given = split_revision(base)[0]

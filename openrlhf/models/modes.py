@@ -61,11 +61,11 @@ def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters of a PEFT model off, so that it computes what its base model does, and on again on exit."""
+    """Switch off the adapters of a PEFT model, so that it computes the same as its base model, and restore on exit."""
     adapted: Any = model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with adapted.disable_adapter():
-        for parameter in trained:  # PEFT freezes them; FSDP derives its dtypes from what is trained in its first pass
+        for parameter in trained:  # PEFT freezes them, and FSDP derives its dtypes from the trainable parameters
             parameter.requires_grad_(True)
         yield
 

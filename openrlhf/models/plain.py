@@ -110,7 +110,7 @@ def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
     if isinstance(module, ModulesToSaveWrapper):
         yield from _plain_tensors(module.modules_to_save[module.active_adapters[0]], prefix)
         return
-    adapters: dict[str, list[Adapter]] = {}  # adapters by name of the adapted parameter
+    adapters: dict[str, list[Adapter]] = {}  # name of the adapted parameter -> adapters
     while isinstance(module, LoraLayer):  # adapters of experts are nested, one for each parameter
         adapter: Adapter = module
         adapters.setdefault(vars(adapter).get("parameter_name", "weight"), []).append(adapter)

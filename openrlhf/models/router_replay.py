@@ -1,9 +1,9 @@
-"""Router replay: record the experts that a mixture of experts chooses for each token, or make it choose given ones.
+"""Router replay: record the experts that a mixture of experts chooses for each token, or make it choose those given.
 
 An engine and a trainer round differently. If two experts are almost equally good for a token, they may choose different
-ones, and their log-probs differ much more than by rounding. With --router_replay, the engine reports its choices, and
-the policy computes each token with the same experts (arXiv 2510.11370). The router weights them by its own logits, so
-it still gets gradients:
+ones, and their log-probs differ by far more than rounding error. With --router_replay, the engine reports its choices,
+and the policy computes each token with the same experts (arXiv 2510.11370). The router weights them by its own logits,
+so it still gets gradients:
 
     engine   router logits -> topk -> experts 3 5 -> weights from logits 3 5
                                          |
@@ -109,7 +109,7 @@ class RoutedLayers:
 class RoutedLayer:
     """The forward pass of a module that routes tokens to experts."""
 
-    module: Any  # of a Transformers model
+    module: Any  # a module of a Transformers model
     number: int  # number of its decoder layer, from 0
     experts: int
     replayed: Tensor | None = None  # [tokens, k]: choose these experts
@@ -157,7 +157,7 @@ class ExpertChoice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return found
         scores = args[0] if args else (kwargs or {})["input"]
-        if scores.ndim != 2 or scores.shape[1] != self.layer.experts:  # another topk, such as over groups of experts
+        if scores.ndim != 2 or scores.shape[1] != self.layer.experts:  # such as a topk over groups of experts
             return found
         self.is_made = True
         chosen = self.layer.choose(scores, found.indices)

@@ -40,7 +40,7 @@ from openrlhf.models.inputs import CallLayout
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
-LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; starts vary within the chunks of a scan
+LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; starts differ within the chunks of a scan
 FP32_LEAK = 1e-5  # maximum change of a sequence if only its neighbours change; strict, because leaks may be small
 PREFIX, OTHER_PREFIX = 19, 17  # tokens that the first two and the next two sequences of step 5 share
 FP32_GRADIENT, HALF_GRADIENT = 1e-3, 0.2  # maximum relative difference of a gradient with shared prefixes

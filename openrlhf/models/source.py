@@ -38,7 +38,7 @@ def find_source(name: str, loading: LoadingFlags) -> ModelSource:
         if not model_is_cached(where, revision):
             fix = nearest_path(where) or "a folder on this machine, or HF_ENDPOINT with the address of a mirror"
             raise ConfigError(f"{where} is neither a local folder nor in the cache, and {failure}", try_this=fix)
-        source["local_files_only"] = True  # otherwise the client retries for most of a minute before it looks there
+        source["local_files_only"] = True  # otherwise the client retries for most of a minute before it uses the cache
     if revision is not None:
         source["revision"] = revision
     return source

@@ -20,7 +20,7 @@ INDEXER = "indexer"  # name of the module in sparse-attention families
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze the modules that text does not train, report their kinds, and return their names."""
+    """Freeze the modules that training on text does not update, report their kinds, and return their names."""
     with torch.device("meta"):
         bare = type(model)(copy.deepcopy(model.config))
     for name, parameter in bare.named_parameters():
