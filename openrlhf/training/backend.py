@@ -96,7 +96,7 @@ class WeightPart:
 
     name: str
     values: Tensor
-    block: Block  # where it belongs
+    block: Block  # position in the exported tensor
 
 
 class Frozen:
@@ -210,10 +210,10 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     @torch.no_grad()
     def _check_share(self, share: float, batch: B, objective: Objective[B], totals: StepTotals) -> None:
-        """Raise if a micro-batch's share of the step's loss does not match its size, as with a loss that averages.
+        """Raise if a micro-batch's share of the step's loss does not match its size, as if the loss averaged over it.
 
-        The share must be about the fraction of the step that the micro-batch makes up, times the loss of a step that
-        consists of this micro-batch alone. All ranks run this forward pass, because a sharded model needs them all.
+        The expected share is the micro-batch's fraction of the step, times the loss of a step with this micro-batch
+        alone. All ranks run this forward pass, because a sharded model needs them all.
         """
         own = totals if batch.filler else StepTotals(*counts(batch))
         self.module.eval()

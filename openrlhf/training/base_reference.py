@@ -1,6 +1,6 @@
 """The reference of a LoRA run: the trained network itself, with its adapters switched off.
 
-Adapters leave the weights below them as they are, so a run whose reference is --pretrain needs no second copy of it.
+Adapters leave the base weights unchanged, so a run whose reference is --pretrain needs no second copy of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BaseReference(Frozen):
         self.backend = backend
 
     def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
-        routed_itself = replace(batch, routed_experts=None)  # as for a reference with separate weights
+        routed_itself = replace(batch, routed_experts=None)  # like a reference with separate weights
         with without_adapters(self.network.model):
             return self.backend.forward(routed_itself, kind, temperature=temperature)
 

@@ -1,8 +1,8 @@
 """The README.md with a model card, which people may edit, and which may exist before the model.
 
 Our cards end with a digest of their text, which distinguishes edited cards from those that may be replaced.
-`keep_readme` saves the others when a model moves into a folder: a README.md that is not our card stays, and an edited
-card (its license was filled in, say) gets another name.
+`keep_readme` protects the user's files when a model moves into a folder: a README.md that is not our card stays, and an
+edited card (for example, with its license filled in) is renamed.
 """
 
 from __future__ import annotations

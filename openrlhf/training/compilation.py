@@ -69,8 +69,8 @@ class AutomaticCompilation:
     is_compiled: bool = False
     seen: int = 0  # steps since the start, or since compilation
     plain: list[float] = field(default_factory=list)  # seconds per token of timed steps before compilation
-    compiled: list[float] = field(default_factory=list)  # and after it
-    finished: bool = False  # nothing more to decide
+    compiled: list[float] = field(default_factory=list)  # the same after compilation
+    finished: bool = False  # nothing is left to decide
     clock: Callable[[], float] = time.perf_counter
 
     def begin(self, tokens: int) -> None:
@@ -123,8 +123,8 @@ class AutomaticCompilation:
     def survives(self, error: BaseException) -> bool:
         """Return whether to try again without compiled layers.
 
-        Compiler errors have no common base class. In the first compiled steps, therefore, every other error is blamed
-        on the compiler; an error of the model itself recurs without it.
+        Compiler errors have no common base class. In the first compiled steps, therefore, any error that is not ours is
+        blamed on the compiler; an error of the model itself recurs without it.
         """
         ours = isinstance(error, OpenRLHFError | torch.OutOfMemoryError)
         if not self.is_compiled or ours or (self.finished and not isinstance(error, TorchDynamoException)):

@@ -49,7 +49,7 @@ def warn_if_too_full(config: TrainingConfig) -> None:
 def warn_if_replaced(config: TrainingConfig) -> None:
     """Print a line if --save_path holds a model that this run will replace; not for a resumed run's own model."""
     folder = Path(config.checkpoints.save_path)
-    names = MARKERS[1:] if config.lora.lora_rank else MARKERS  # an adapter leaves the model next to it alone
+    names = MARKERS[1:] if config.lora.lora_rank else MARKERS  # an adapter does not replace a full model
     if not config.checkpoints.load_checkpoint and any((folder / name).exists() for name in names):
         say(f"--save_path {folder} has a model, which this run will replace. Try: another --save_path to keep it")
 

@@ -50,7 +50,9 @@ class Block:
         return replace(self, ranges=tuple(ranges))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return this part of a whole tensor, which may have another shape if the block is one of a flat tensor."""
+        """Return this part of a whole tensor; if the block belongs to the flattened tensor, the tensor is flattened
+        first.
+        """
         return tensor.reshape(self.shape)[tuple(slice(one.start, one.stop) for one in self.ranges)]
 
     @property
@@ -95,7 +97,7 @@ def load_shards(folder: Path, blocks: Mapping[str, Block]) -> dict[str, Tensor]:
             _, _, name = key.partition("/")
             first = opened[0].get_slice(key)
             if name not in blocks or not first.get_shape():
-                tensors[key] = opened[0].get_tensor(key)  # a number that all processes have in common
+                tensors[key] = opened[0].get_tensor(key)  # a value that is the same in all processes
                 continue
             block = blocks[name]
             tensors[key] = first[tuple(slice(0, 0) for _ in block.shape)].new_empty(block.size)

@@ -149,8 +149,8 @@ class LocalBackend(MasterBackend):
         except Exception as error:
             if self.compilation is None or not self.compilation.survives(error):
                 raise
-        self.module.train()  # the state between calls; the error may have left another
-        self.optimizer.drop_gradients()  # those of the micro-batches before the error
+        self.module.train()  # the mode between calls, which the error may have changed
+        self.optimizer.drop_gradients()  # the gradients of earlier micro-batches
         return compute()
 
     def optim_step(self, scale: float) -> float | None:

@@ -49,4 +49,4 @@ def present_objects_frozen() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()  # extension modules report objects as leaked that Python does not free at exit
+        gc.unfreeze()  # Python does not free frozen objects at exit, and extension modules would report them as leaked

@@ -80,7 +80,7 @@ class TensorParallel:
         self.device = device
         self.decoder = network.decoder
         self.steps = 0
-        self.layers: list[nn.Module] = []  # that are split
+        self.layers: list[nn.Module] = []  # the split layers
         self.partial: list[nn.Module] = []  # modules whose peers each compute only a part of the gradient
         plan: dict[str, str] = network.decoder._tp_plan or {}
         # A plan has * for the number of a layer.
@@ -158,13 +158,13 @@ class TensorParallel:
             )
 
     def _replicated(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters of split layers that every peer holds and computes the gradient of."""
+        """Return the trained parameters of split layers that every peer holds whole and computes a gradient for."""
         inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         inside -= {id(parameter) for module in self.partial for parameter in module.parameters()}
         found: list[tuple[str, nn.Parameter]] = []
         for name, parameter in self.decoder.named_parameters():
             mesh = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-            if id(parameter) in inside and parameter.requires_grad and "tensor" not in mesh:  # peers hold all of it
+            if id(parameter) in inside and parameter.requires_grad and "tensor" not in mesh:  # peers hold it whole
                 found.append((name, parameter))
         return found
 

@@ -1,7 +1,7 @@
 """Model FLOPs utilization (MFU): the share of the device's peak that the forward and backward passes of a step reach.
 
 `TrainBackend` counts each step with the formulas of `plan/flops.py`. The peak is the dense bf16 figure in the maker's
-data sheet (`plan/gpus.py`), which no program reaches: large matrix products on an H200 come to 80% of it.
+data sheet (`plan/gpus.py`), which no program reaches: large matrix products on an H200 reach 80% of it.
 """
 
 from __future__ import annotations
