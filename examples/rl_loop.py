@@ -3,13 +3,14 @@
     python examples/rl_loop.py          a laptop CPU and half a minute are enough
 
 A small model learns to sort three digits. The prompt is "483>", and a right answer is "348" and the end of the text.
-First it sees the form of an answer: supervised fine-tuning on the digits of the prompt in any order. Then GRPO teaches
-it to sort them by a reward alone: 1 for the sorted digits, 0 for anything else. Held-out items are never trained on.
+First it learns the form of an answer: supervised fine-tuning on the digits of the prompt in any order. Then GRPO
+teaches it to sort them by a reward alone: 1 for the sorted digits, 0 for anything else. Held-out items are never
+trained on.
 
 All objects are those of the real trainer, `openrlhf train_ppo`:
 
     HFEngine          an `Engine`: requests go in, completions with their log-probs come out    rollout/hf.py
-    join_turn         a finished sample: its tokens, which of them the policy chose, its reward agents/trajectory.py
+    join_turn         a finished sample: its tokens, which of them were sampled, its reward     agents/trajectory.py
     group_norm        how much better a sample is than the other samples of its prompt          algo/shaping.py
     PolicyBatch       samples as tensors, with an advantage for each token                      types.py
     PolicyObjective   the clipped policy loss of a batch                              training/rl_objectives.py
@@ -128,7 +129,7 @@ async def learn(
         batches = make_batches(trajectories, advantages, tokenizer.pad_token_id, args.micro_batch)
         for _ in range(args.updates):
             losses = backend.forward_backward(batches, objective)
-            backend.optim_step(1.0)  # times the learning rate; the real loop has a schedule here
+            backend.optim_step(1.0)  # factor on the learning rate; the real loop has a schedule here
 
         # 5. Weight sync: the engine has the new weights already and only needs to know their version.
         await engine.load([], version=step)

@@ -5,8 +5,8 @@
 Lines of code are lines without blanks, comments and docstrings. A duplicate is a pair of files that share at
 least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders; imports and the
 lines inside a string do not count. Pairs that share only declarations (fields, constants, rows of tables) are counted
-apart: they have the same shape, but no logic to share. The figures point at places worth reading; they are not targets
-in themselves.
+separately: they look alike, but share no logic. The figures point at places worth reading; they are not targets in
+themselves.
 """
 
 import ast
@@ -31,12 +31,12 @@ LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, token
 
 @dataclass
 class Module:
-    """What one file contributes to the totals."""
+    """The contribution of one file to the totals."""
 
     path: Path
     lines: int = 0
     code: list[str] = field(default_factory=list)  # one entry per line of code, with placeholders; empty for imports
-    prose: int = 0  # lines of docstrings and lines that carry a comment
+    prose: int = 0  # lines of docstrings, and lines with a comment
     functions: list[int] = field(default_factory=list)  # lines of code of each
     classes: list[str] = field(default_factory=list)
     anys: int = 0

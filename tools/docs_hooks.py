@@ -24,7 +24,7 @@ def on_files(files: Files, config: Any, **_: object) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Point links between docs/ and the root at their place on the site."""
+    """Rewrite links between docs/ and the root for the site."""
     if page.file.src_uri in ROOT_PAGES:
         return TO_DOCS.sub("](", markdown)
     return TO_ROOT_PAGE.sub(r"](\1", markdown)

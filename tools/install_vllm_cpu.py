@@ -39,5 +39,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except subprocess.CalledProcessError as error:  # pip has said why
+    except subprocess.CalledProcessError as error:  # pip has printed the reason
         sys.exit(error.returncode)

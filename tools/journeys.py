@@ -3,9 +3,9 @@
     python tools/journeys.py [--all]
 
 A profiler watches a small real run without Ray, including the worker process of its reward function, and records the
-last of its steps. Each function counts once. Not counted are properties, lambdas and constructors, formulas of a line
-or two, and what runs in the same step without passing a sample on (`NOT_COUNTED`); `--all` lists these functions, too.
-`docs/architecture.md` quotes the result.
+last of its steps. Each function counts once. Properties, lambdas, constructors and formulas of a line or two are not
+counted, nor are functions that run in the same step without passing a sample on (`NOT_COUNTED`); `--all` also lists
+these. `docs/architecture.md` quotes the result.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def is_hop(file: str, function: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="list the functions that are not counted, too")
+    parser.add_argument("--all", action="store_true", help="also list the functions that are not counted")
     args = parser.parse_args()
     called = calls_of_a_step()
     hops: list[str] = []

@@ -19,7 +19,7 @@ LOCK = ROOT / "requirements" / "lock.txt"
 TORCH_BUILDS = ROOT / "requirements" / "torch-cpu.txt"
 UV = ("uv", "pip", "compile", "--quiet", "--no-config", "--default-index", "https://pypi.org/simple")
 FORM = ("--generate-hashes", "--no-header", "--no-annotate", "--python-version", "3.11")
-# The Linux wheel of intel-openmp requires this one, the wheel for Windows does not, and uv reads only one of them.
+# The Linux wheel of intel-openmp requires this package and the Windows wheel does not, but uv reads only one of them.
 UNSEEN = 'intel-cmplr-lib-ur==2024.2.1 ; platform_machine == "x86_64" and sys_platform == "linux"'
 HEADER = "# The test environment, with hashes. Written by `make lock`; do not edit.\n"
 

@@ -1,4 +1,4 @@
-"""Run the shell blocks of documentation pages, as a reader would who copies them one after another.
+"""Run the shell blocks of documentation pages, as if a reader copied them one after another.
 
     python tools/run_docs.py                             # every page with shell blocks
     python tools/run_docs.py docs/commands/train_sft.md  # some of them
@@ -48,7 +48,7 @@ FENCE = re.compile(r"^```(?P<kind>\w+)(?: title=\"(?P<file>[^\"]+)\")?\n(?P<text
 
 @dataclass(frozen=True)
 class Page:
-    """The blocks of a page that matter here."""
+    """The shell blocks and files of a page."""
 
     name: str  # relative to docs/, without .md
     commands: tuple[str, ...]  # shell blocks, in order
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path, help="pages (default: all with shell blocks)")
     parser.add_argument("--folder", type=Path, help="folder for all files, which is kept (default: a new one)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `execute` also ends the page's processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # `execute` then also ends the page's processes
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="docs-"))).resolve()
     pages = [read_page(path.resolve()) for path in args.pages] or pages_with_commands()
     make_models(folder / "models")
@@ -116,7 +116,8 @@ def run_page(page: Page, folder: Path) -> str:
     prepare(work, page, folder / "models")
     # Blocks may start background jobs, so the shell runs them as they are; -x shows in the log which line failed.
     script = "set -x\n" + "\n".join(page.commands)
-    with tempfile.TemporaryDirectory(prefix="or", dir="/tmp", ignore_cleanup_errors=True) as ray:  # short: for sockets
+    # A short path, because socket paths are limited in length.
+    with tempfile.TemporaryDirectory(prefix="or", dir="/tmp", ignore_cleanup_errors=True) as ray:
         settings = {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "PORT": str(free_port()),

@@ -24,7 +24,7 @@ from pathlib import Path
 from tiny_examples import make_toys
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "scripts"
-WATCHDOG = 600  # seconds for one script; each should take less than a quarter of it
+WATCHDOG = 600  # seconds for one script; each should take less than a quarter of this
 # Variables of every script: {toys} is the folder of models and data, {work} the script's own, {port} a free port.
 SETTING = """
 MODEL={toys}/llama REWARD_MODEL={toys}/reward TEACHER={toys}/llama PROMPTS={toys}/prompts.jsonl PLACEHOLDER=#

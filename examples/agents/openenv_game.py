@@ -19,7 +19,7 @@ from openrlhf.utils.agent import OpenEnvAgentExecutor
 
 
 class AgentExecutor(OpenEnvAgentExecutor):
-    """Any environment whose action is a text."""
+    """Any environment whose action is text."""
 
     def __init__(self) -> None:
         super().__init__(os.environ.get("OPENENV_URL", "http://127.0.0.1:8000"))

@@ -58,7 +58,7 @@ def marked(rows: Rows, policy: str, end: str, mark: str) -> Rows:
 
 
 def report(one: Rows, best: Rows, name_of_best: str, check: Check | None) -> None:
-    if unjudged := sum(row["reward"] == 0 for row in best):  # a judged step has some probability, however small
+    if unjudged := sum(row["reward"] == 0 for row in best):  # the probability of a judged step is above 0
         print(f"# {unjudged} of {len(best)} prompts have no answer with a placeholder: see --mark_steps")
     groups = {"one answer": one, name_of_best: best}
     for name, rows in groups.items():

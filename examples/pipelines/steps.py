@@ -29,7 +29,7 @@ def shared_arguments(description: str, *, samples: int) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", required=True, help="model that answers")
     parser.add_argument("--prompts", required=True, help="dataset with the prompts")
-    parser.add_argument("--folder", type=Path, required=True, help="where everything is written")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for all files")
     parser.add_argument("--samples", type=int, default=samples, help="answers per prompt")
     parser.add_argument("--engine", choices=["generate", "generate_vllm"], default="generate")
     parser.add_argument("--generate", default="", help="flags for generation, such as '--max_new_tokens 512'")

@@ -1,6 +1,6 @@
 """The share of tests that the response's Python code passes, each test in a separate sandbox.
 
-The label is a list of tests, or a text with one test per line: `assert add(1, 2) == 3`. Each runs against the last
+The label is a list of tests, or text with one test per line: `assert add(1, 2) == 3`. Each runs against the last
 ```python block of the response, which sees neither the test nor the expected value: it only receives the arguments of
 its functions and returns results (openrlhf/agents/sandbox/grading.py). On a machine that cannot isolate programs, the
 run ends with a line that says what to do (docs/agents.md).

@@ -21,7 +21,7 @@ from tools.drill.outcome import Outcome, render_table
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # variables that would change runs
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "## Results\n", "## What each drill checks\n"
-SHOWN = 20  # losses of a drill that are printed
+SHOWN = 20  # maximum losses to print per drill
 COUNTS = ("local", "deepspeed", "ray", "damage", "bad", "prompts", "steps")
 
 
@@ -88,7 +88,7 @@ DRILLS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="drill", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--drills", nargs="+", choices=DRILLS, default=list(DRILLS), help="default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of all random moments and damages (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random times and kinds of damage (default: 0)")
     parser.add_argument("--local", type=int, default=70, help="kills of runs in one process (default: 70)")
     parser.add_argument("--deepspeed", type=int, default=15, help="kills of two ranks (default: 15)")
     parser.add_argument("--ray", type=int, default=15, help="kills of runs on Ray (default: 15)")
@@ -153,7 +153,7 @@ def main() -> int:
     flags = parse_flags()
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         del os.environ[name]
-    root = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))  # short, because the paths of Ray's sockets are limited
+    root = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))  # short, because socket paths of Ray are limited in length
     os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": str(root), "TOKENIZERS_PARALLELISM": "false"}
     print(f"drills: {' '.join(flags.drills)}, seed {flags.seed}, in {root}", flush=True)
     end_runs_on_signals(root)

@@ -1,4 +1,4 @@
-"""Wrong command lines, files, rows, models and reward returns: each gives one line and leaves no files.
+"""Wrong command lines, files, rows, models and reward returns: each must give one line of error and leave no files.
 
 The cases of supervised commands are those of tests/cli/test_bad_inputs.py; the ones here are about RL. Exit code 2
 means a wrong input. A reward or agent that fails on its trial before training ends with 1, like any failed run.
@@ -22,7 +22,7 @@ from tools.drill.outcome import Lost, Outcome, try_all
 
 PATHS = {"save_path": "./out", "ckpt_path": "./ckpt", "use_tensorboard": "./tb"}
 OUR_FILES = ("tmp", programs.OUTPUT, "cache", "__pycache__")
-RETURNS = {  # what a reward function does wrong
+RETURNS = {  # bodies of reward functions with a mistake
     "NaN": "return [float('nan')] * len(queries)",
     "infinity": "return {'rewards': [float('inf')] * len(queries)}",
     "one value for all samples": "return [1.0]",
@@ -35,7 +35,7 @@ RETURNS = {  # what a reward function does wrong
     "an exit": "import sys; sys.exit(3)",
     "its own end": "import os; os.kill(os.getpid(), 9)",
 }
-SOURCES = {  # whole reward files that are wrong
+SOURCES = {  # whole reward files with a mistake
     "a syntax error": "def reward_func(:",
     "no reward_func": "def score(queries): return []",
     "a missing import": "import no_such_package_anywhere",

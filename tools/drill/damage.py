@@ -46,7 +46,7 @@ DISKS = {
     "no room for the second checkpoint": ("ckpt", "700"),
     "no room for the model": ("out", "60"),
     "no room for rollouts and metrics": ("out/run", "64"),
-    "a model folder that is a disk of its own, with room": ("out", ROOMY),
+    "a model folder on a separate disk, with room": ("out", ROOMY),
     "read-only checkpoints": ("ckpt", READ_ONLY),
     "read-only model": ("out", READ_ONLY),
     "read-only run folder": ("out/run", READ_ONLY),
@@ -109,7 +109,7 @@ def must_refuse(folder: Path, code: int) -> None:
 
 
 def drill_disks(folder: Path, at_a_time: int = 2) -> Outcome:
-    """Run on disks that are full or read-only; the trained model must be somewhere, or the run refuses to start."""
+    """Run on full or read-only disks: either the trained model is saved somewhere, or the run refuses to start."""
     task = RLTask(folder, make_model(folder / "model"))
     reference, _ = task.run_reference("sync")
     weights = (reference / "out" / "model.safetensors").read_bytes()

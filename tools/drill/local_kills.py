@@ -15,7 +15,7 @@ from tools.drill.outcome import Outcome, try_all
 from tools.drill.rl_runs import KINDS, RLTask, must_be_whole, must_equal
 
 KILLS_PER_RUN = 2  # the resumed run is killed again
-KILLED = (-signal.SIGKILL, -KILL)  # the latter before the program has begun
+KILLED = (-signal.SIGKILL, -KILL)  # the second one before the program has begun
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def drill_local_kills(
     ]
     named = {f"run {number}, {describe(chain)}": (number, chain) for number, chain in chains}
     outcome = try_all(named, drill, at_a_time)
-    outcome.tried = count  # a run that is lost counts as one, whichever of its kills was to blame
+    outcome.tried = count  # a lost run counts once, whichever kill caused it
     return outcome
 
 

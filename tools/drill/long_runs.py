@@ -61,13 +61,13 @@ STEP_FLAGS = {
 }
 RESTARTS = 4
 PATHS = {"save_path": "./out", "ckpt_path": "./ckpt"}
-GROWTH, MARGIN = 0.03, 24 << 20  # memory that is still flat: 3% and 24 MiB more
+GROWTH, MARGIN = 0.03, 24 << 20  # growth that still counts as flat: 3% plus 24 MiB
 MORE_FILES = 3  # descriptors that come and go
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of all processes of a run when it had reached a step."""
+    """Resources of all processes of a run at the time it reached a step."""
 
     step: int
     memory: int  # bytes
@@ -181,11 +181,11 @@ def last_step(metrics: Path) -> int:
 
 
 def must_be_flat(usage: list[Usage]) -> None:
-    """Compare the middle of a run with its end, once it trains; the beginning is loading and first allocations."""
+    """Compare the middle of the training with its end; the beginning is loading and first allocations."""
     training = [one for one in usage if one.step > usage[0].step]
     third = len(training) // 3
     if third < 4:
-        return  # too short to tell
+        return  # the run is too short to tell
     middle, end = training[third : 2 * third], training[2 * third :]
     memory = [statistics.median(one.memory for one in part) for part in (middle, end)]
     files = [statistics.median(one.descriptors for one in part) for part in (middle, end)]

@@ -1,4 +1,4 @@
-"""What a drill returns, and the table of all drills."""
+"""The result of a drill, and the table of all drills."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def try_all(cases: Mapping[str, Case], drill: Callable[[Case], None], at_a_time:
 
 
 def render_table(rows: Iterable[tuple[str, Outcome, float]]) -> str:
-    """Return the table as Markdown: a row per drill with its duration, and the sum."""
+    """Return the table as Markdown: a row per drill with its duration, and a row of totals."""
     rows = list(rows)
     total = Outcome(sum(row.tried for _, row, _ in rows), [loss for _, row, _ in rows for loss in row.losses])
     lines = ["| drill | tried | survived | lost | minutes |", "|---|---:|---:|---:|---:|"]

@@ -21,8 +21,8 @@ from tests.commands import as_argv, command_environ
 from tests.warm import warm_python
 from tools.drill.outcome import Lost
 
-WATCHDOG = 600  # seconds; only a run that hangs takes that long
-GRACE = 30.0  # seconds in which a run must have ended after a kill, with all its processes
+WATCHDOG = 600  # seconds; only a hanging run takes this long
+GRACE = 30.0  # seconds after a kill within which the run and all its processes must end
 MARK = "DRILL_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
 OUTPUT = "output.txt"
@@ -128,8 +128,9 @@ def shared_files() -> set[str]:
 def must_leave_no_files(folder: Path, before: set[str] | None, expected: tuple[str, ...] = ()) -> None:
     """Check temporary files, hidden folders and shared memory after a run has ended by itself.
 
-    Names that begin with `expected` belong to other programs. So does a shared file that a living process maps, since
-    this run has no processes any more. Without `before`, the names that were there first, shared memory is not checked.
+    Names that begin with `expected` belong to other programs. So does a shared file that a live process maps, since
+    this run has no processes left. Shared memory is checked only if `before` is given: the names that existed before
+    the run.
     """
     hidden = [path for path in folder.rglob(".*") if path.name not in KEPT and "cache" not in path.parts]
     temporary = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(expected)]

@@ -1,7 +1,8 @@
 """Kill processes of RL runs on Ray with vLLM: driver, rank, engine, reward worker and Ray's head, at random moments.
 
 Each run has its own private Ray. A killed engine or reward worker is replaced and the run continues; after the other
-kills it ends with a cause and is resumed. In any case each prompt must have been trained exactly once in the end.
+kills it ends with an error that names the cause, and is resumed. In all cases, each prompt must be trained exactly
+once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TARGETS = {  # text in the command line of the process
     "reward worker": "openrlhf.agents.sandbox.worker",
     "head": "gcs_server",
 }
-VLLM_SHAPE = {"head_dim": 32}  # the smallest that vLLM's attention supports on CPU
+VLLM_SHAPE = {"head_dim": 32}  # the smallest that vLLM's attention supports on a CPU
 KINDS: tuple[dict[str, object], ...] = ({}, {"async_train": True, "async_queue_size": 1})
 RHYTHM = {"save_steps": 1, "max_ckpt_num": 2, "save_path": "./out", "ckpt_path": "./ckpt", "vllm_num_engines": 1}
 EXPECTED = {"out", "ckpt", "tmp", programs.OUTPUT}

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 SHAPE = {"rollout_batch_size": 4, "train_batch_size": 16}
 RHYTHM = {"save_steps": 2, "eval_steps": 3, "max_ckpt_num": 2, "save_path": "./out", "ckpt_path": "./ckpt"}
-KEEP_ALL = {"max_ckpt_num": 99}  # of a reference, to compare every checkpoint with it
+KEEP_ALL = {"max_ckpt_num": 99}  # a reference keeps all checkpoints, so that any of them can be compared
 
 
 class RLTask:
@@ -96,7 +96,7 @@ def must_be_whole(folder: Path, reference: Path) -> None:
 
 
 def _content(reference: Path, name: str) -> list[Path]:
-    """List the files of a checkpoint of the reference that depend on nothing but the training."""
+    """List the files of a reference's checkpoint that depend only on the training."""
     files = (reference / "ckpt" / name).rglob("*")
     return [
         file.relative_to(reference) for file in files if file.suffix == ".safetensors" or file.name == "queue.parquet"

@@ -2,9 +2,9 @@
 
     python -m tools.drill.small_disk KIND FOLDER COMMAND [FLAGS...]
 
-KIND is a number of KiB, or `read_only`. The disk is a mount that only this process and its children see; what is on it
-is copied to FOLDER.seen at the end. Without the right to mount, the size of files is limited instead (RLIMIT_FSIZE),
-and a read-only folder is one without write permission, which does not stop root.
+KIND is a number of KiB, or `read_only`. The disk is a mount that only this process and its children see; its contents
+are copied to FOLDER.seen at the end. Without the right to mount, the size of files is limited instead (RLIMIT_FSIZE),
+and a read-only folder just lacks write permission, which does not stop root.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mount_disk(folder: Path, kind: str) -> None:
 
 
 def limit_without_mount(folder: Path, kind: str) -> None:
-    """Do what is possible without the right to mount."""
+    """Limit file sizes or permissions instead, without the right to mount."""
     if kind == READ_ONLY:
         if os.getuid() == 0:
             sys.exit("openrlhf: error: root needs the right to mount for a read-only folder")
