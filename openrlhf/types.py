@@ -62,7 +62,7 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A text with labelled reasoning steps.
+    """Text with labelled reasoning steps.
 
     Step i ends at index `step_places[i]`; `step_labels[i]` is the probability of its positive label, or a class index.
     """
@@ -79,11 +79,11 @@ class SharedPrefixes:
     Bounds are cumulative lengths, int32, as attention kernels expect them.
     """
 
-    kept: Tensor  # [row]: the token of the concatenated sequences at each place of the row
+    kept: Tensor  # [row]: index in the concatenated sequences of the token at each place of the row
     places: Tensor  # [tokens]: the place in the row of each token of the concatenated sequences
-    segment_bounds: Tensor  # [segments + 1]: of prefixes, continuations and other sequences in the row
-    prefix_bounds: Tensor  # [prefixes + 1]: of the prefixes, which come first
-    continuation_bounds: Tensor  # [prefixes + 1]: of all continuations of each prefix, from the end of the prefixes
+    segment_bounds: Tensor  # [segments + 1]: bounds of prefixes, continuations and other sequences in the row
+    prefix_bounds: Tensor  # [prefixes + 1]: bounds of the prefixes, which come first
+    continuation_bounds: Tensor  # [prefixes + 1]: bounds of each prefix's continuations, from the end of the prefixes
     longest_sequence: int
     longest_segment: int
     longest_prefix: int
@@ -116,7 +116,7 @@ class Batch:
     computed, because sharded models run on all ranks together, but its results are ignored.
     """
 
-    input_ids: Tensor  # [rows, tokens]; 64 bits on a device, 32 bits suffice before
+    input_ids: Tensor  # [rows, tokens]; int64 on a device, int32 before
     lengths: Tensor  # [sequences]
     target_mask: Tensor  # [rows, tokens] bool
     filler: bool = False
@@ -312,7 +312,7 @@ class Completion:
         return cls(tokens, values, text, finish_reason, version, np.full(len(tokens), version, dtype=np.int32))
 
 
-NOT_RECORDED = -1  # instead of the number of an expert: the engine did not report the experts of this token
+NOT_RECORDED = -1  # in place of an expert's number: the engine did not report the experts of this token
 NOT_SAMPLED = -1  # version of a token that is part of a prompt or comes from the environment
 StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's last action token, reward)
 
