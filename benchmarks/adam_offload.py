@@ -1,4 +1,4 @@
-"""What --adam_offload saves and costs: SFT steps of a 1.5B shape (Qwen2.5), optimizer on the GPU or in host memory.
+"""Memory and time of --adam_offload: SFT steps of a 1.5B shape (Qwen2.5), optimizer on the GPU or in host memory.
 
     python benchmarks/adam_offload.py [--layers 28] [--tokens 8192] [--micro_batches 2] [--steps 3]
     python benchmarks/adam_offload.py --device cpu --hidden 64 --layers 2 --vocab 1000 --tokens 512 --row 128

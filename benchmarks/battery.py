@@ -1,13 +1,13 @@
 """Run benchmarks one after the other on a machine with a GPU, and summarise what they print.
 
     python benchmarks/battery.py --out results                        all of them: up to four hours
-    python benchmarks/battery.py sft w1 --out results --seconds 900   some of them, within a time
-    python benchmarks/battery.py --tiny --out results                 at a scale for a CPU, to try them
+    python benchmarks/battery.py sft w1 --out results --seconds 900   some of them, with a time limit
+    python benchmarks/battery.py --tiny --out results                 at tiny scale on a CPU, to try them
 
-BENCHMARKS below lists the names. Each runs in its own session with a time limit. Afterwards, all processes that it
-started are killed, and the next one starts when the GPU is as empty as it was before. The folder gets the whole output
-of each in NAME.log, and summary.md: outcome, seconds, the most memory in use on the first GPU and in the host (by all
-processes), and the lines that matter.
+BENCHMARKS below lists the names. Each runs in its own session with a time limit. Then all processes that it started are
+killed, and the next one starts once the GPU is as empty as before. The folder gets the whole output of each in
+NAME.log, and summary.md: outcome, seconds, the peak memory of the first GPU and of the host (all processes), and the
+lines that matter.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from w import HERE, last_error
 
 from openrlhf.agents.sandbox.descendants import adopt_orphans, kill_descendants
 
-LEAST_SECONDS = 30.0  # do not start a benchmark with less time
-READING_SECONDS = 0.5  # between two readings of the host's memory
-EMPTYING_SECONDS = 60.0  # for the GPU's driver to free the memory of killed processes
-SPARE_GIB = 1.0  # more in use than before counts as empty
+LEAST_SECONDS = 30.0  # do not start a benchmark with fewer seconds left
+READING_SECONDS = 0.5  # seconds between two readings of the host's memory
+EMPTYING_SECONDS = 60.0  # seconds for the GPU's driver to free the memory of killed processes
+SPARE_GIB = 1.0  # GiB in use above the level before that still count as empty
 PACKAGES = ("torch", "transformers", "vllm", "trl")
-LAST_LINES, LINE_LENGTH = 12, 300  # of a benchmark that failed; of a line in the summary
+LAST_LINES, LINE_LENGTH = 12, 300  # lines of a failed benchmark; characters of a line in the summary
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Benchmark:
     arguments: str = ""
     tiny: str | None = None  # arguments for a CPU; None if it needs a GPU
     seconds: int = 300  # limit
-    show: str = r"^\|"  # pattern of the lines for the summary; by default, those of a table
+    show: str = r"^\|"  # pattern of the lines for the summary; by default, lines of a table
 
     def command(self, out: Path, *, tiny: bool) -> list[str]:
         given = self.tiny if tiny else self.arguments
@@ -124,20 +124,20 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a benchmark did."""
+    """The result of a benchmark."""
 
     name: str
     command: str
     problem: str  # empty if it succeeded
     seconds: float
-    gpu_gib: float | None  # the most in use; None without a GPU
+    gpu_gib: float | None  # peak GiB; None without a GPU
     host_gib: float
     lines: list[str]
 
 
 def main() -> None:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # not without killing the benchmark, see `measure`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # `measure` then kills the benchmark
     args.out.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
     until, empty, header = time.monotonic() + args.seconds, gpu_gib(), describe_machine()
@@ -161,8 +161,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the logs and the summary")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="limit for all of them")
-    parser.add_argument("--tiny", action="store_true", help="those that can run on a CPU, at a small scale")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit for all of them, in seconds")
+    parser.add_argument("--tiny", action="store_true", help="run those that work on a CPU, at tiny scale")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in BENCHMARKS]:
         parser.error(f"no benchmark has the name {unknown[0]}: expected {', '.join(BENCHMARKS)}")
@@ -203,7 +203,7 @@ def measure(name: str, command: list[str], limit: float, show: re.Pattern[str], 
 
 
 def wait(process: subprocess.Popen[bytes], limit: float) -> float:
-    """Wait until a process has ended or the time is over; return the GiB of host memory in use at the peak."""
+    """Wait until a process ends or time is up; return the peak GiB of host memory in use."""
     peak, deadline = 0.0, time.monotonic() + limit
     while (left := deadline - time.monotonic()) > 0:
         peak = max(peak, host_gib())
@@ -220,7 +220,7 @@ def host_gib() -> float:
 
 
 def nvidia_smi(query: str) -> str:
-    """Return what nvidia-smi says about the first GPU; nothing without it."""
+    """Return nvidia-smi's answer for the first GPU; empty without nvidia-smi."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
@@ -252,7 +252,7 @@ def describe_machine() -> str:
 
 
 def render(outcomes: Iterable[Outcome]) -> str:
-    """Return the summary in markdown: a table of all, then the lines of each."""
+    """Return the summary in Markdown: a table of all benchmarks, then the lines of each."""
     found = list(outcomes)
     lines = ["| benchmark | outcome | seconds | GPU peak, GiB | host peak, GiB |", "|---" * 5 + "|"]
     for item in found:

@@ -7,9 +7,9 @@
 
 Each request has its own response length. `generate` gets them in batches of `--rows` in order of arrival, left-padded,
 as a script would call it; a batch runs until its longest response has ended. The engine gives the slot of a finished
-row to the next request. "lengths foreseen" is `generate` with requests sorted by response length: no policy knows this,
-and it is the best that batches can do. The last line is Transformers' own continuous batching, started and warmed up
-before timing begins, with log-probs, which training needs.
+row to the next request. "lengths foreseen" is `generate` with requests sorted by response length, which cannot be known
+in advance: it is the best that batches can do. The last line is Transformers' own continuous batching, started and
+warmed up before timing begins, with log-probs, which training needs.
 
 With --rollout, only the engine runs, as it does in training: temperature 1 and a seed for each request. All responses
 have the longest length, so a step has as many rows as there are slots.
@@ -39,7 +39,7 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Request, SamplingParams
 
 Generated = list[tuple[int, ...]]
-NO_END = -1  # responses end only by length, so that both sides do the same work
+NO_END = -1  # responses end only at their length, so that both sides do the same work
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def compare(
         report.add_step(args.longest_response)
         return
     report.add(
-        "generate, as they came",
+        "generate, in order of arrival",
         *timed(lambda: run_generate(model, requests, range(len(requests)), rows), args.repeats),
     )
     if rows < len(requests):
@@ -109,7 +109,7 @@ def build(args: argparse.Namespace) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
             num_hidden_layers=args.layers,
             num_attention_heads=heads,
             num_key_value_heads=args.key_heads or heads,
-            initializer_range=0.1,  # logits far enough apart that rounding does not change the choice
+            initializer_range=0.1,  # spreads the logits, so that rounding does not change the choice
         )
         with torch.device(device):
             model = LlamaForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Generation with 1, 2, ... engine processes on one GPU: which number is fastest for a workload, and where time goes.
+"""Generation with 1, 2, ... engine processes on one GPU: which number is fastest, and where the time goes.
 
     python benchmarks/engines_per_gpu.py W1 --engines 4
     python benchmarks/engines_per_gpu.py W1 --engines 2 --tiny        a small shape on a CPU, to try the script
@@ -7,8 +7,8 @@ Starts the engines once, as a local run does (under CUDA MPS on a GPU), and then
 with the first of them, the first two, and so on. Unused engines only hold memory. Engines share `--memory` equally, so
 give them enough for one engine to hold all sequences. Engines use the weights on disk, and nothing is trained.
 
-Printed are the seconds until each engine was ready; then for each number of engines the seconds of a rollout after a
-warm-up, and of the slowest engine the milliseconds of a step, which one engine or the GPU bounds.
+It prints the seconds until each engine was ready. Then, for each number of engines, it prints the seconds of a rollout
+after a warm-up, and the milliseconds of a step of the slowest engine.
 """
 
 import argparse
@@ -40,8 +40,8 @@ from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.vllm import VLLMEngine, preload
 from openrlhf.types import Request, SamplingParams
 
-STEPS_FILE = "steps_{number}.txt"  # of an engine: seconds of each step, one per line
-WRITING_SECONDS = 5.0  # for an engine to write it
+STEPS_FILE = "steps_{number}.txt"  # file of an engine: seconds of each step, one per line
+WRITING_SECONDS = 5.0  # seconds for an engine to write the file
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Measure W2 with dynamic filtering, which half of the groups pass: rounds of groups against a stream of them.
+"""Measure W2 with dynamic filtering, which half of the groups pass: compare rounds of groups with a stream of them.
 
     python benchmarks/filtered_rollouts.py                                 on a GPU
     python benchmarks/filtered_rollouts.py --ways stream async --steps 8
@@ -6,7 +6,7 @@
 
 `rounds` starts groups only when all others have ended, and works on one rollout at a time, as this package did before
 rollouts were streams. `stream` replaces a rejected group immediately. Both train synchronously. `async rounds` and
-`async` do the same with --async_train; `async oversampled` also keeps half a rollout of further groups in progress.
+`async` do the same with --async_train; `async oversampled` also keeps another half a rollout of groups in progress.
 Each way runs in a separate process. The Transformers engine of --tiny always generates in rounds.
 """
 
@@ -64,7 +64,7 @@ def main() -> None:
         folder = str(args.folder or temporary)
         Path(folder).mkdir(parents=True, exist_ok=True)
         common = ["--folder", folder, *(["--tiny"] if args.tiny else [])]
-        steps = str(round(3 * args.steps / args.pass_rate))  # prompts for as many steps: some are rejected or ahead
+        steps = str(round(3 * args.steps / args.pass_rate))  # more prompts than steps need: some are rejected
         files = [sys.executable, str(Path(__file__).with_name("workload_files.py")), "W2", "--steps", steps]
         made = run([*files, *common], args.timeout, "W2", "files", Path(folder))
         if isinstance(made, Absent):
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--pass_rate", type=float, default=0.5)
-    parser.add_argument("--steps", type=int, default=5, help="of which the first does not count")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps; the first does not count")
     parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engine")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each way")
     parser.add_argument("--folder", type=Path, help="folder for models and results (default: a temporary one)")
@@ -123,7 +123,7 @@ def way_flags(way: str, prompts: int, run_dir: Path) -> list[str]:
 
 
 def generate_in_rounds() -> None:
-    """Switch the stream off: groups start when no other runs, and a rollout when the one before it is complete."""
+    """Switch the stream off: groups start when no others run, and a rollout when the previous one is complete."""
     create = GeneratedRollouts.__init__
 
     def create_in_rounds(source: GeneratedRollouts, *arguments: Any) -> None:

@@ -4,10 +4,9 @@
                                      [--frozen] [--chunk 1024]
 
 "full" holds [tokens, vocabulary] as `logits.float().log_softmax(-1)` does. "ours" is `openrlhf.models.chunks` on a
-plain linear head, "ours, any head" its form for heads with adapters, caps or shards. With --frozen, the weight is not
-trained, as under LoRA. The peak excludes inputs and
-weights; their gradients are outputs of any method, so a second column excludes them too. On a GPU the allocator is
-measured, on a CPU the resident memory of the process.
+plain linear head; "ours, any head" is its variant for heads with adapters, caps or shards. With --frozen, the weight is
+not trained, as under LoRA. The peak excludes inputs and weights. Every method returns their gradients, so a second
+column excludes these as well. On a GPU the allocator is measured, on a CPU the resident memory of the process.
 """
 
 import argparse

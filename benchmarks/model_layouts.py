@@ -52,7 +52,7 @@ def configs(wide: bool) -> dict:
 
 def make_model(folder: Path, config) -> None:
     torch.manual_seed(0)
-    config.initializer_range = 0.1  # large enough that a leak from another sequence shows
+    config.initializer_range = 0.1  # large enough to show a leak from another sequence
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)

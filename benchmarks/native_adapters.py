@@ -1,11 +1,11 @@
-"""Is it better to give vLLM adapters, or weights into which they are merged? The seconds of both, for one rollout.
+"""Compare giving vLLM adapters with giving it merged weights: the seconds of one rollout.
 
     python benchmarks/native_adapters.py [--rank 32]     64 prompts x 8 samples of 512 tokens, the 1.5B shape, one GPU
     python benchmarks/native_adapters.py --tiny          a small shape on a CPU, to try the script
 
-Merged weights cost a merge and a transfer after each step, about as long as reading the model once. Adapters cost two
-more small matrix products per linear layer for each generated token. Each way runs in a separate process: the same
-prompts, the engine with and without a LoRA request for an adapter of all linear layers.
+Merged weights cost a merge and a transfer after each step, which take about as long as reading the model once. Adapters
+cost two more small matrix products per linear layer for each generated token. Each way runs in a separate process: the
+same prompts, the engine with and without a LoRA request for an adapter of all linear layers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from workload_files import read_prompts, write_files
 from workloads import Workload, find_workload
 
-REPEATS = 3  # the first one captures and compiles
+REPEATS = 3  # the first one captures CUDA graphs and compiles
 
 
 def make_adapter(folder: Path, rank: int) -> float:

@@ -4,8 +4,8 @@
     python benchmarks/profile_step.py --tiny            on a CPU, with PyTorch's operators instead of kernels
 
 Runs the same command as `peers/ours.py` for three steps and records the kernels of the last one with PyTorch's
-profiler, which slows the step down a little: the seconds of the step before are printed, too. Only kernels of this
-process are seen, so vLLM must run in it (one engine, `--runtime local`). `timeline.py` computes and draws.
+profiler, which slows the step down a little, so the seconds of the previous step are printed as well. Only kernels of
+this process are seen, so vLLM must run in it (one engine, `--runtime local`). `timeline.py` computes and draws.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class StepProfiler:
         pass
 
     def kernels(self) -> list[Span]:
-        """Return what ran on the GPU, or on a machine without one the operators on the CPU."""
+        """Return the kernels that ran on the GPU; without a GPU, the operators that ran on the CPU."""
         results: Any = self.profiler.profiler.kineto_results
         start = results.trace_start_ns()
         return [
@@ -69,10 +69,10 @@ class StepProfiler:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", choices=list(WORKLOADS), default="W1")
-    parser.add_argument("--picture", type=Path, help="write the timeline there, as SVG")
+    parser.add_argument("--picture", type=Path, help="file for the timeline, as SVG")
     parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engine")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="further words: flags of train_ppo_ray")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="additional flags of train_ppo_ray")
     args = parser.parse_args()
     workload, recorder = find_workload(args.workload, tiny=args.tiny), StepProfiler()
     with tempfile.TemporaryDirectory() as folder:

@@ -52,7 +52,7 @@ async def run_calls(pool: Pool, calls: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=512)
-    parser.add_argument("--seconds", type=float, default=5.0, help="that the judge takes for a call")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds that the judge takes for a call")
     parser.add_argument("--processes", type=int, default=8, help="--reward_processes")
     args = parser.parse_args()
     measure("async", args.calls, args.seconds, args.processes)

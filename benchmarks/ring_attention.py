@@ -3,11 +3,12 @@
     python benchmarks/ring_attention.py [--tokens 65536] [--size 4] [--stride 2] [--heads 32 --key_heads 8 --dim 128]
     python benchmarks/ring_attention.py --device cpu
 
-The ranks of a ring are threads that pass keys and values to each other, so one GPU is enough; they compute what
-processes compute, without the time to send. First comes a short row of uneven sequences: relative errors of outputs and
-gradients against attention in fp64, for the ring and for PyTorch's varlen kernel. The ring should be about as accurate
-as the kernel; the script fails if its error is more than twice as large. Then comes one long sequence: the ring's time
-for all ranks and the kernel's time for the whole sequence, both divided by the number of ranks.
+The ranks of a ring are threads that pass keys and values to each other, so one GPU is enough; they do the same
+computations as processes would, but sending takes no time. First comes a short row of uneven sequences: relative errors
+of outputs and gradients against attention in fp64, for the ring and for PyTorch's varlen kernel. The ring should be
+about as accurate as the kernel; the script fails if its error is more than twice as large. Then comes one long
+sequence: the ring's time for all ranks and the kernel's time for the whole sequence, both divided by the number of
+ranks.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Seconds of a GRPO step by phase, compared with vLLM's own generate for the same rollout.
 
-    python benchmarks/rl_step.py                       one process, vLLM in it
+    python benchmarks/rl_step.py                       one process, including vLLM
     python benchmarks/rl_step.py --runtime ray         Ray, engine and models on the same GPU
-    python benchmarks/rl_step.py --engines_per_gpu 2   one process, two engine processes beside it
+    python benchmarks/rl_step.py --engines_per_gpu 2   one process, plus two engine processes
     python benchmarks/rl_step.py --shape 7b -- --lora_rank 32   7.6B parameters, 32 prompts x 4 samples; 32 GB on disk
     python benchmarks/rl_step.py --tiny                a small shape on a CPU, to try the script
 

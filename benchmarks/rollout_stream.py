@@ -6,8 +6,8 @@ Rollouts of 128 prompts with 8 samples each, on engines with room for all of the
 lognormal, with a median of 50 and at most 290. A group passes the filter with the probability in the first column.
 `rounds` replaces rejected groups when all others have finished, as in one process; `stream` replaces each of them
 immediately; `ahead` also begins the next rollout (--async_train). The last two keep 160 groups in progress
-(--vllm_generate_batch_size 160): slow ones are left to the next rollout or aborted (--abort_stragglers). Training takes
-no time here, so the seconds per rollout are those of generation.
+(--vllm_generate_batch_size 160): slow ones are left for the next rollout or aborted (--abort_stragglers). Training
+takes no time here, so the seconds per rollout are those of generation.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python benchmarks/router_replay.py --tiny          a small shape with the Transformers engine, to try the script
 
 Each run is the ordinary GRPO command, once without and once with --router_replay; the script builds a model with random
-weights, prompts and a reward. For every step it prints engine_kl (the mean log-ratio of engine and trainer), and of the
-absolute log-ratios |r| of all tokens the mean, the 99th percentile, the maximum and the share above 0.1 nats; then the
-seconds of the step and the reward.
+weights, prompts and a reward. For every step it prints engine_kl (the mean log-ratio of engine and trainer), and the
+mean, 99th percentile, maximum and share above 0.1 nats of the absolute log-ratios |r| of all tokens; then the seconds
+of the step and the reward.
 """
 
 import argparse

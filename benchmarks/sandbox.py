@@ -4,8 +4,8 @@
     python benchmarks/sandbox.py --runs 1000 --workers 1 2 4 --isolation bubblewrap
 
 A program sorts a hundred numbers and prints them. `grading` is a test by `passes_test`, which runs two programs. `exec`
-is a bare `python -c` without any isolation, for comparison. On a busy machine, the CPU time of a run says more than the
-clock: it counts this process and all that it started.
+is a bare `python -c` without any isolation, for comparison. On a busy machine, the CPU time of a run is more reliable
+than the clock; it covers this process and all that it started.
 """
 
 import argparse
@@ -56,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=400)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--isolation", choices=["namespaces", "bubblewrap", "none"], help="default: the best here")
+    parser.add_argument(
+        "--isolation", choices=["namespaces", "bubblewrap", "none"], help="default: the best on this machine"
+    )
     args = parser.parse_args()
     if args.isolation:
         program._servers.isolation = args.isolation

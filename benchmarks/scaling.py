@@ -3,12 +3,12 @@
     python benchmarks/scaling.py [--full] [--only controller | engines]
 
 The first table pushes synthetic rollouts through the controller's own functions: filter, queue, experience, batching,
-record and log. Workers return ready log-probs. Each stage has the time per token, the bytes that it keeps and the most
-that it allocates meanwhile. --full takes 100,000 samples and a step of 131M tokens, which needs about 8 GiB.
+record and log. Workers return ready log-probs. For each stage, it shows the time per token, the bytes kept and the peak
+bytes allocated. --full takes 100,000 samples and a step of 131M tokens, which needs about 8 GiB.
 
 The second table simulates engines that generate 4,096 samples of 8k tokens on average and 32k at most, event by event:
-`barrier` generates one rollout and waits for its longest sample; `stream` starts a sample whenever another one ends,
-as long as there are no more than --in_flight rollouts of untrained samples.
+`barrier` generates one rollout and waits for its longest sample; `stream` starts a sample whenever another one ends, up
+to --in_flight rollouts of untrained samples.
 """
 
 import argparse
@@ -44,14 +44,20 @@ MICROSECONDS, BYTES = 0.1, 24  # budget per token
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the sizes of a large cluster")
+    parser.add_argument("--full", action="store_true", help="use the sizes of a large cluster")
     parser.add_argument("--only", choices=("controller", "engines"))
     parser.add_argument("--engines", type=int, nargs="+", default=[64, 256], help="engines to simulate")
-    parser.add_argument("--train_seconds", type=float, default=60.0, help="of a training step")
-    parser.add_argument("--sync_seconds", type=float, default=3.0, help="of a weight sync, during which engines pause")
-    parser.add_argument("--token_seconds", type=float, default=0.008, help="of a decoding step with one sequence")
-    parser.add_argument("--sequence_seconds", type=float, default=0.0001, help="that each further sequence adds to it")
-    parser.add_argument("--slots", type=int, default=64, help="sequences that an engine decodes at a time")
+    parser.add_argument("--train_seconds", type=float, default=60.0, help="seconds of a training step")
+    parser.add_argument(
+        "--sync_seconds", type=float, default=3.0, help="seconds of a weight sync, during which engines pause"
+    )
+    parser.add_argument(
+        "--token_seconds", type=float, default=0.008, help="seconds of a decoding step with one sequence"
+    )
+    parser.add_argument(
+        "--sequence_seconds", type=float, default=0.0001, help="seconds that each further sequence adds to it"
+    )
+    parser.add_argument("--slots", type=int, default=64, help="maximum sequences that an engine decodes together")
     parser.add_argument(
         "--in_flight", type=float, default=4.0, help="rollouts of untrained samples of an asynchronous stream"
     )

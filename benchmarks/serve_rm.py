@@ -5,8 +5,8 @@
 
 The server is the command itself, as a process; clients are connections of this process, and each sends its next request
 when the last one is answered. A request is a group of texts of uneven length. If clients and server share the cores,
-the cost of the clients is part of the figures, so the CPU time of a request is given for both sides: on a busy machine
-it says more than the clock. Unknown flags go to the server.
+the figures include the cost of the clients, so the CPU time of a request is printed for both sides; on a busy machine
+it is more reliable than the clock. Unknown flags go to the server.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def anonymous_bytes() -> int:
 
 
 class PeakMemory:
-    """Samples the anonymous memory in a thread between `with` and its end."""
+    """Samples the anonymous memory in a thread while the context is open."""
 
     def __enter__(self) -> PeakMemory:
         self.before = self.peak = anonymous_bytes()

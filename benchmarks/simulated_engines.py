@@ -2,7 +2,7 @@
 
 `barrier` generates one rollout and waits for its longest sample; groups that a filter rejects are replaced in further
 rounds. `stream` starts a group whenever another one is trained or rejected, as long as there are not too many untrained
-ones. An engine gives all of its sequences a token in each step, which takes longer the more of them there are.
+ones. An engine gives each of its sequences a token in each step; the more sequences, the longer the step.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 
 BATCH, GROUP = 512, 8  # groups of a rollout, and samples of a group
-MEAN_TOKENS, MOST_TOKENS, SPREAD = 8192, 32768, 0.9  # of a sample; deviation of the log of its length
+MEAN_TOKENS, MOST_TOKENS, SPREAD = 8192, 32768, 0.9  # tokens of a sample; deviation of their logarithm
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Engine:
     running: list[tuple[float, int, int]] = field(default_factory=list)  # heap of (step at the end, number, group)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (tokens, group) without a slot
     steps: float = 0.0  # decoding steps so far
-    since: float = 0.0  # time of that count
+    since: float = 0.0  # time at which `steps` was reached
     event: int = 0  # number of the next event; older ones are void
 
 
@@ -37,7 +37,7 @@ class Cluster:
     args: argparse.Namespace
     now: float = 0.0
     paused: float = 0.0
-    tokens: int = 0  # generated so far
+    tokens: int = 0  # tokens generated so far
     events: list[tuple[float, int, int]] = field(default_factory=list)  # heap of (time, event, engine)
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Cluster:
 
 
 class Groups:
-    """Starts groups of samples with random lengths, and says which of them are complete and pass the filter."""
+    """Starts groups of samples with random lengths, and determines which of them are complete and pass the filter."""
 
     def __init__(self, cluster: Cluster, pass_rate: float, seed: int = 0) -> None:
         self.cluster, self.pass_rate = cluster, pass_rate
@@ -143,7 +143,7 @@ def rollouts_with_barrier(groups: Groups) -> Iterator[None]:
 
 
 def run_barrier(cluster: Cluster, groups: Groups, *, asynchronous: bool) -> Iterator[float]:
-    """Yield the time at which each step ends; asynchronously, the rollout before is trained meanwhile."""
+    """Yield the time at which each step ends; asynchronously, the previous rollout is trained at the same time."""
     trained = 0.0  # when the trainer is free
     for _ in rollouts_with_barrier(groups):
         if not asynchronous:
@@ -160,7 +160,7 @@ def run_stream(cluster: Cluster, groups: Groups, *, asynchronous: bool) -> Itera
     """Yield the time at which each step ends; a group starts whenever another one is trained or rejected."""
     limit = round(BATCH * (cluster.args.in_flight if asynchronous else cluster.args.oversampling))
     ready = untrained = 0
-    ends = float("inf")  # of the current training step
+    ends = float("inf")  # end of the current training step
     while True:
         groups.start(limit - untrained)
         untrained = limit
@@ -207,7 +207,7 @@ def simulate(args: argparse.Namespace) -> None:
 
 
 def busy_at_most(cluster: Cluster, pass_rate: float, *, asynchronous: bool) -> float:
-    """Return how busy engines could be that wait for nothing but the trainer.
+    """Return how busy engines could be if they waited only for the trainer.
 
     Asynchronously, a step takes as long as generation with full engines, or as training, whichever is longer.
     """

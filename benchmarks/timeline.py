@@ -1,4 +1,4 @@
-"""What a GPU did during a step: kernels by kind, idle gaps, and a picture of both.
+"""The work of a GPU during a step: kernels by kind, idle gaps, and a picture of both.
 
 `profile_step.py` records the spans; everything here is arithmetic on them. Times are seconds from the start of a step.
 """
@@ -18,9 +18,9 @@ KINDS = {  # kind of work -> pattern of a kernel's name, tried in this order
     "sampling": r"sampl|softmax|topk|sort|exponential|argmax|gumbel",
     "other": r"",
 }
-COLORS = ("#9aa0a6", "#7b4fa3", "#2f6db3", "#c7792b", "#3c9d74", "#c4cad0")  # of the kinds, in order
+COLORS = ("#9aa0a6", "#7b4fa3", "#2f6db3", "#c7792b", "#3c9d74", "#c4cad0")  # colours of the kinds, in order
 PHASE_COLORS = ("#e3e8ee", "#d3dae2")
-WIDTH, LEFT, TOP, BAR, AREA = 960, 60, 24, 26, 160  # of the picture, in pixels
+WIDTH, LEFT, TOP, BAR, AREA = 960, 60, 24, 26, 160  # sizes of the picture, in pixels
 BINS = 480
 
 
@@ -69,7 +69,7 @@ def gaps(kernels: Iterable[Span], phase: Span) -> list[Span]:
 
 
 def summary(kernels: Sequence[Span], phases: Sequence[Span], count: int = 12) -> str:
-    """Return tables in markdown: how busy each phase is, its longest gaps, and the longest kernels."""
+    """Return tables in Markdown: how busy each phase is, its longest gaps, and the longest kernels."""
     lines = ["| phase | seconds | GPU busy | gaps over 1 ms | longest gap, ms |", "|---|---|---|---|---|"]
     for phase in phases:
         idle = gaps(kernels, phase)

@@ -5,8 +5,8 @@
     python benchmarks/tokenization.py --in_memory           without the cache, as small datasets are read
 
 Writes random conversations and trains a byte-level BPE tokenizer on some of them, then reads the rows as `train_sft`
-does, each time in a new process. Memory is what the process holds on its own when the rows are loaded (USS; pages of
-mapped files, which all processes share, do not count), and its peak with such pages; both without the imports. CPU time
+does, each time in a new process. Memory is the private memory of the process once the rows are loaded (USS, without the
+pages of mapped files, which all processes share), and its peak including such pages; both without the imports. CPU time
 includes that of worker processes.
 """
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--in_memory", action="store_true", help="keep all rows in memory, in every process")
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # the folder, in a process that is measured
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # the folder, in a measured process
     args = parser.parse_args()
     if args.load:
         load(args.load, in_memory=args.in_memory)

@@ -33,7 +33,7 @@ from openrlhf.types import Batch, TokenRow
 
 GIB = 1024**3
 COMPILE = {"true": True, "false": False, "auto": None}
-MANY_STEPS = 1_000_000  # a run in which compilation pays off
+MANY_STEPS = 1_000_000  # long enough that compilation pays off
 
 
 def make_network(args: argparse.Namespace, device: torch.device) -> Network:
@@ -143,7 +143,7 @@ def parse() -> argparse.Namespace:
         const="true",
         default="false",
         choices=list(COMPILE),
-        help="compile each decoder layer; auto: as runs do without --deepcompile",
+        help="compile each decoder layer; auto: decide like a run without --deepcompile",
     )
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--adam_offload", action="store_true")

@@ -1,4 +1,4 @@
-"""Compare this package with its peers on the workloads W1 to W4: one table, in markdown.
+"""Compare this package with its peers on the workloads W1 to W4: one table, in Markdown.
 
     python benchmarks/w.py W1 W2 W3 W4 --peers                       ours and all peers that are installed
     python benchmarks/w.py W1 --peers trl upstream --upstream_folder ~/OpenRLHF
@@ -6,9 +6,9 @@
     python benchmarks/w.py W1 --tiny                                 a small shape on a CPU, to try the drivers
 
 Each system runs in separate processes, one after the other, so that all of them have the whole machine
-(`peers/`; `workloads.py` says what they run). A step is the median of all steps but the first, which compiles. A peer
-that is not installed, fails or takes too long gets a line with the reason. Hosts differ, most of all in the speed of
-the processor, which bounds vLLM: compare figures of one call only.
+(`peers/`; `workloads.py` defines the workloads). A step is the median of all steps but the first, which compiles. A
+peer that is not installed, fails or takes too long gets a line with the reason. Hosts differ, above all in the speed of
+the processor, which limits vLLM: compare only figures from the same call.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Absent:
 
 def main() -> None:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # not without ending the driver, see `run`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # `run` then ends the driver
     found: list[Measurement | Absent] = []
     with tempfile.TemporaryDirectory(prefix="w-") as temporary:
         for workload in args.workloads:
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="folder for models and results (default: a temporary one)")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
-        "--extra", nargs=argparse.REMAINDER, default=[], help="all further words are flags of train_ppo_ray, for ours"
+        "--extra", nargs=argparse.REMAINDER, default=[], help="additional flags of train_ppo_ray, for ours"
     )
     args = parser.parse_args()
     args.peers = list(PEERS) if args.peers == [] else args.peers or []
@@ -99,7 +99,7 @@ def measure(
 def run(command: Sequence[str], timeout: float, workload: str, who: str, folder: Path) -> str | Absent:
     """Run a command with our repository on its path; return its output, or why there is none.
 
-    Its standard error goes to a log in the folder, where you find the traceback of a peer that failed.
+    Its standard error goes to a log in the folder, with the traceback if a peer failed.
 
     The command gets its own process group, all of which is killed at the end: engines and Ray would otherwise
     keep the GPU's memory from the next system.

@@ -1,4 +1,4 @@
-"""Time to send all weights of a model to the process of an engine, with a check that they arrived.
+"""Measure the time to send all weights of a model to an engine's process, and check that they arrived.
 
     python benchmarks/weight_channel.py                         (a GPU: 1.5B bf16 parameters by ipc; else 50M by tcp)
     python benchmarks/weight_channel.py --transport nccl        (sender on cuda:0, receiver on cuda:1)

@@ -1,15 +1,15 @@
-"""Measure what a weight sync costs its sender when there are many receivers.
+"""Measure the sender's cost of a weight sync with many receivers.
 
     python benchmarks/weight_channel_scale.py                                  (70B parameters, 256 receivers)
     python benchmarks/weight_channel_scale.py --billions 671 --bucket_mib 256
 
 The protocol is the real one: authenticated connections over TCP, headers, answers, timeouts. The tensors have the names
-and the order of a Llama decoder, but each is 65,536 times smaller, and so are the buckets, so their number and their
-headers are those of the full model. The receivers are threads of a few processes. NCCL needs GPUs, so a broadcast
-goes through memory that the processes share; as with NCCL, it ends when every receiver has taken it.
+and the order of a Llama decoder, but tensors and buckets are 65,536 times smaller, so the number of buckets and their
+headers are those of the full model. The receivers are threads of a few processes. NCCL needs GPUs, so a broadcast goes
+through shared memory instead; as with NCCL, it ends when every receiver has the data.
 
-*Sender* is the processor time of the sending process. The wall time is that of this machine, which also runs all
-receivers. The last version is checked by checksums.
+*Sender* is the processor time of the sending process; the wall time includes the receivers, which run on the same
+machine. Checksums verify the last version.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from openrlhf.rollout.weight_sender import WeightSender
 
 FORK = multiprocessing.get_context("fork")
 SMALLER = 1 << 16  # factor between the tensors of the model and those sent
-HIDDEN, INNER, VOCABULARY, KV = 8192, 28672, 128256, 1024  # of Llama 70B
+HIDDEN, INNER, VOCABULARY, KV = 8192, 28672, 128256, 1024  # sizes of Llama 70B
 LAYER = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (KV, HIDDEN),
@@ -47,7 +47,7 @@ LAYER = {
 }
 VERSIONS = 3
 SLOT = 1 << 20  # bytes of a broadcast; the largest tensor is an embedding of 32 KiB
-PROCESSES = 4  # that the receivers run in
+PROCESSES = 4  # processes that run the receivers
 
 
 def sizes(billions: float) -> Iterator[tuple[str, int]]:
@@ -85,7 +85,7 @@ class Broadcast:
 
 @dataclass
 class SharedGroup:
-    """What a rank sees of the group."""
+    """One rank's view of the group."""
 
     shared: SharedBroadcast
     rank: int
@@ -122,7 +122,9 @@ class SimulatedChannel(Channel):
 
 
 def receive(pipe: Connection, numbers: range) -> None:
-    """Receive all versions in one thread per number; send the time of joining and the checksums of the last version."""
+    """Receive all versions, one thread per receiver number; send the joining time and the checksums of the last
+    version.
+    """
     channel: Channel = pipe.recv()
     found: dict[int, dict[str, int]] = {}
 

@@ -5,8 +5,8 @@
     python benchmarks/weight_sync.py --param_dtype fp32
 
 Each run is the ordinary command with every weight sync checked (`--sync_check_every 1`); the script builds models,
-prompts and reward. It prints the difference of engine and trainer at each step, in nats per token. The weights change
-much within a few steps, so a matrix that does not take effect in the engine shows from the second number on.
+prompts and reward. It prints the difference of engine and trainer at each step, in nats per token. The weights change a
+lot within a few steps, so a matrix that the engine does not update shows from the second number on.
 """
 
 import argparse

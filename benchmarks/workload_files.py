@@ -64,7 +64,7 @@ def read_prompts(folder: Path) -> list[str]:
 
 
 def write_files(folder: Path, workload: Workload, steps: int) -> None:
-    """Write what is not there yet, and the prompts of this workload."""
+    """Write the files that do not exist yet, and the prompts of this workload."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         make_model(folder / "model", workload.shape)

@@ -40,7 +40,7 @@ class Workload:
 
     name: str
     prompts: int
-    samples: int  # of each prompt
+    samples: int  # tokens of each prompt
     prompt_length: int  # in tokens
     lengths: tuple[int, ...]  # tokens of each response, prompt by prompt
     shape: ModelShape
@@ -82,8 +82,8 @@ def response_lengths(count: int, *, shortest: int, longest: int, mean: int) -> t
     """Return lengths between two limits, both of which occur, with exactly this mean: many short ones and a long tail.
 
     The i-th shortest is shortest + (longest - shortest) * (i / (count - 1)) ** power. The power that gives the mean is
-    found by bisection. What rounding leaves is added to lengths in the middle, one token each. A stride then spreads
-    long and short responses over the prompts.
+    found by bisection. Any remainder from rounding is added to the lengths in the middle, one token each. A stride then
+    spreads long and short responses over the prompts.
     """
 
     def lengths_for(power: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a driver measures, the line of JSON in which it reports that, and the arguments that all drivers take.
+"""The measurement of a driver, the line of JSON that reports it, and the arguments that all drivers take.
 
 Drivers print other lines too (progress, warnings of libraries), so `w.py` takes the last line that is a measurement.
 """
@@ -27,10 +27,10 @@ class Measurement:
     who: str  # name and version
     workload: str
     steps: list[float]  # seconds of each step
-    generation: list[float]  # of which generation; rewards may be part of it
-    training: list[float]  # of which forward and backward passes and updates; empty if nothing is trained
+    generation: list[float]  # seconds of generation in each step, perhaps including rewards
+    training: list[float]  # seconds of training (passes and updates) in each step; empty if nothing is trained
     tokens_per_second: float | None  # tokens trained on, with prompts, per second of training
-    peak_gib: float | None  # most memory in use on the GPU, of all processes; None without a GPU
+    peak_gib: float | None  # peak memory of all processes on the GPU; None without a GPU
 
     @property
     def step(self) -> float:
@@ -39,22 +39,22 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Task:
-    """What a driver is asked to do."""
+    """The task of a driver."""
 
     workload: Workload
-    folder: Path  # with the files of `workload_files.py`
+    folder: Path  # contains the files of `workload_files.py`
     steps: int
     tiny: bool  # small enough for a CPU
     memory: float  # share of the GPU's memory for the engine
-    extra: list[str]  # more flags of train_ppo_ray, for ours
-    upstream: Path | None = None  # folder of OpenRLHF
+    extra: list[str]  # additional flags of train_ppo_ray, for ours
+    upstream: Path | None = None  # folder of a clone of OpenRLHF
 
     @property
     def model(self) -> str:
         return str(self.folder / "model")
 
     def check_responses(self, tokens: int) -> None:
-        """Exit if the responses of a rollout have another number of tokens than those of the workload."""
+        """Exit if the number of response tokens differs from the workload's."""
         expected = sum(self.workload.lengths)
         if tokens != expected:
             raise SystemExit(f"the responses have {tokens} tokens: expected {expected}")

@@ -59,7 +59,7 @@ def flags(task: Task) -> list[str]:
     if workload.has_critic:
         given |= {"advantage_estimator": "gae", "init_kl_coef": 0.01, "critic_learning_rate": 1e-6}
         given["reward_pretrain"] = folder / "reward_model"
-        switches += [] if task.tiny else ["vllm_enable_sleep"]  # four models and the engine do not fit side by side
+        switches += [] if task.tiny else ["vllm_enable_sleep"]  # four models and the engine do not fit together
     else:
         given |= {"advantage_estimator": "group_norm", "init_kl_coef": 0, "remote_rm_url": folder / "reward.py"}
     pairs = [part for name, value in given.items() for part in (f"--{name}", str(value))]

@@ -1,7 +1,7 @@
 """OpenRLHF, from a folder given by --upstream_folder, with its hybrid engine on Ray.
 
-Its package has the name of ours, so it runs in a process whose PYTHONPATH has that folder and not our repository. The
-flags are the dotted ones of 0.10.2 and later. Attention is SDPA, which needs no further package; activations are
+Its package has the same name as ours, so it runs in a process whose PYTHONPATH has that folder and not our repository.
+The flags are the dotted ones of 0.10.2 and later. Attention is SDPA, which needs no further package; activations are
 recomputed, because its log-probs materialise logits. It has no minimum length, but a model with random weights hardly
 ever samples EOS: about twice in a rollout of W1. Seconds are those that its trainer prints after each step.
 """

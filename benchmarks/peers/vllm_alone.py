@@ -1,4 +1,6 @@
-"""vLLM's own `LLM.generate` for the rollout of a workload, with log-probs: what its engine can reach in one process."""
+"""vLLM's own `LLM.generate` for the rollout of a workload, with log-probs: the best that its engine reaches in one
+process.
+"""
 
 import time
 
