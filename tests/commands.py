@@ -21,7 +21,7 @@ from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[1]  # of the repository
 _ports: set[str] = set()  # given out by free_port
-DEADLINE = 600  # seconds: only a run that hangs takes so long
+DEADLINE = 600  # seconds; only a hanging run takes this long
 FAST = {  # flags that suit a tiny model
     "train_batch_size": 16,
     "micro_train_batch_size": 8,
@@ -104,7 +104,7 @@ def wait_until(process, happened):
 
 
 def free_port():
-    """Return a TCP port that is free now, as a flag takes it; never the same one twice."""
+    """Return a TCP port that is free now, as text; never the same one twice."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

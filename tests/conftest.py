@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def file_size_limit():
-    """Return a context in which no file can grow beyond a size: to a program, a full disk that needs no root."""
+    """Return a context in which no file can grow beyond a size: like a full disk, but without root."""
 
     @contextmanager
     def limit(size):

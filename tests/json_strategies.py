@@ -1,4 +1,4 @@
-"""Hypothesis strategies for JSON from outside: any value, and values that are nearly right."""
+"""Hypothesis strategies for JSON from outside: any value, and values that are almost valid."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Coroutines from synchronous code while an event loop runs, and Ctrl-C meanwhile."""
+"""Synchronous code runs coroutines while an event loop is running; Ctrl-C during such a run."""
 
 import asyncio
 import signal

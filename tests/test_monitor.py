@@ -32,7 +32,7 @@ def test_only_the_first_process_prints(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "openrlhf: hello\n")
 
 
-def test_control_characters_are_shown_and_not_obeyed(capsys):
+def test_control_characters_are_shown_and_have_no_effect(capsys):
     say("answered \x1b]0;title\x07\x1b[2J\r\x9b\tand\nmore")
     assert capsys.readouterr().err == "openrlhf: answered \\x1b]0;title\\x07\\x1b[2J\\x0d\\x9b\tand\nmore\n"
 
@@ -132,7 +132,7 @@ def test_on_a_terminal_a_bar_shows_the_step_and_lines_are_printed_above_it(monke
     text = terminal.getvalue()
     assert "3/4" in text
     assert "loss=0.1235, tok/s=10,040" in text
-    for line in ("a line", "from elsewhere"):  # on a line of its own: the bar was erased before it
+    for line in ("a line", "from elsewhere"):  # on its own line: the bar was erased first
         assert f" \ropenrlhf: {line}\n" in text
     assert text.endswith("\nopenrlhf: below\n")
     assert Progress.open_bars == 0
@@ -164,7 +164,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_log_file_gets_whole_lines_at_a_calm_rate(clock, capsys):
+def test_a_log_file_gets_whole_lines_at_a_limited_rate(clock, capsys):
     with Monitor(total_steps=100) as monitor:
         for step in range(6):
             clock[0] += 4.0
@@ -219,7 +219,7 @@ def test_time_outside_steps_is_excluded_from_the_rate_of_a_bar(monkeypatch):
         (1e15, "1e+15"),
     ],
 )
-def test_numbers_are_written_as_people_do(value, text):
+def test_numbers_are_written_for_people(value, text):
     assert shown_number(value) == text
 
 
@@ -232,7 +232,7 @@ def test_counts_are_written_in_three_digits(count, text):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "5 s"), (99.0, "99 s"), (720.0, "12 min"), (12000, "3 h 20 min")])
-def test_durations_are_written_as_people_do(seconds, text):
+def test_durations_are_written_for_people(seconds, text):
     assert shown_time(seconds) == text
 
 

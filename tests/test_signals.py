@@ -1,4 +1,4 @@
-"""Requests to stop: this process signals itself; programs that hang are processes of their own.
+"""Requests to stop: this process signals itself; programs that hang run as separate processes.
 
 Signals during imports are tested with the commands.
 """
@@ -149,7 +149,7 @@ def test_one_request_ends_a_wait_in_which_nothing_can_be_lost():
             program.stdout.readline()
         program.send_signal(signal.SIGTERM)
         assert program.wait(DEADLINE) == 130
-        assert b"openrlhf: interrupted\n" in program.stderr.read()  # the handler may print its line, too
+        assert b"openrlhf: interrupted\n" in program.stderr.read()  # the handler may also print its line
 
 
 NOT_OURS = """

@@ -1,7 +1,7 @@
 """Toy datasets that a model of a few thousand parameters learns in seconds.
 
 Each kind of row is a rule that a test can check: `answers` for SFT and distillation, `pairs` for reward models and DPO,
-`verdicts` for KTO, `steps` for process reward models. The constants beside them are the flags that name their fields.
+`verdicts` for KTO, `steps` for process reward models. The constants next to them are the flags that name their fields.
 Rows depend only on `count` and `seed`; `seed=1` is the usual held-out set.
 """
 

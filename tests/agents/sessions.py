@@ -114,7 +114,7 @@ def children():
     """Return the pids of the child processes."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
             found |= set((task / "children").read_text().split())
     return found
 

@@ -6,7 +6,7 @@ from sessions import Scripted, decode, encode, prompt, run
 from openrlhf.agents.branches import episode_numbers, last_of_episodes
 from tests.samples import make_trajectory
 
-# Each turn is a trajectory of its own; {result} is what `execute` returns.
+# Each turn is a separate trajectory; {result} is what `execute` returns.
 AGENT = """
     from openrlhf.utils.agent import AgentExecutorBase
 

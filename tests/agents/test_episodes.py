@@ -400,7 +400,7 @@ def test_worker_processes_die_with_the_trainer(write, tmp_path):
 
 @pytest.mark.parametrize("then", ["pass", "os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 19); os._exit(3)"])
 def test_daemons_of_a_worker_die_with_it(build, write, tmp_path, then):
-    """Whether the worker is closed, dies, or stops the process that cleans up after it."""
+    """This holds if the worker is closed, dies, or stops the process that cleans up after it."""
     pids = tmp_path / "pids"
     executor = build(remote_rm_url=write(DAEMONS.format(out=str(pids), then=then)))
     if then == "pass":

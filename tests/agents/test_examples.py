@@ -30,7 +30,7 @@ def test_math_verification_names_its_missing_package(build, write):
 
 @pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(("seconds", "last"), [(8, 1.0), (1, 0.0)], ids=["a share for each", "time is up"])
-def test_answers_that_take_long_do_not_use_up_the_reward_timeout(seconds, last):
+def test_slow_answers_do_not_use_up_the_reward_timeout(seconds, last):
     space = {}
     exec((EXAMPLES / "rewards/math_verification.py").read_text(), space)
     space["GROUP_SECONDS"] = seconds

@@ -1,4 +1,4 @@
-"""Any JSON from rewards, agents and policies gives a result or our own error, and never ends a run with another one."""
+"""Any JSON from rewards, agents and policies gives a result or one of our own errors."""
 
 import asyncio
 import json

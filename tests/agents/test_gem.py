@@ -1,4 +1,4 @@
-"""Games of the real GEM package: one of its own, and one that a user's file registers."""
+"""Games of the real GEM package: a built-in one, and one that a user's file registers."""
 
 from pathlib import Path
 

@@ -116,7 +116,7 @@ def test_hostile_tool_calls_stay_text_and_do_not_end_the_run(build, write):
 
 
 def test_a_tool_that_repeats_the_policys_words_changes_no_tokens(build, write):
-    """The place after the policy's turn is found by a mark, which the policy must not be able to say."""
+    """The place after the policy's turn is found by a mark, which the policy must not be able to produce."""
     body = """
         said = await ask(u)
         echo = {"role": "user", "content": "openrlhf-said-this"}

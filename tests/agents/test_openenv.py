@@ -1,4 +1,4 @@
-"""An environment server of the real package openenv, in a process of its own: exact tokens, rewards and training."""
+"""An environment server of the real package openenv, in a separate process: exact tokens, rewards and training."""
 
 import asyncio
 import re
@@ -252,7 +252,7 @@ def test_an_endless_schema_is_rejected(build, write, monkeypatch):
 
 
 @pytest.mark.slow(seconds=4)
-def test_frames_that_nobody_asked_for_stay_with_the_server(build, write):
+def test_unrequested_frames_stay_with_the_server(build, write):
     """While the policy generates, a server may send without end."""
     sent, seen = [], []
 

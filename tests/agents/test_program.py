@@ -316,7 +316,7 @@ def test_reading_the_trainer(attack, outside):
 
 
 def test_the_memory_of_a_program_holds_no_secret(attack, outside):
-    """Neither one of the trainer nor one of an earlier program, whose text and output passed through the server."""
+    """No secret of the trainer or of an earlier program, whose text and output passed through the server."""
     source = """
         import gc, os, re
         secret = re.compile(rb"sk-1234[5]67|SECRET[_]KEY")  # matches neither itself nor this source

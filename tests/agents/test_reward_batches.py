@@ -55,7 +55,7 @@ def test_results_are_split_by_group(build, write, seen):
     assert [[item.prompt.index for item in result.trajectories] for result in got] == [[0, 0], [1], [2, 2, 2]]
 
 
-def test_a_group_without_others_is_scored_without_waiting(build, write, seen):
+def test_a_lone_group_is_scored_immediately(build, write, seen):
     file = write(RECORD.format(seen=str(seen)) + LENGTHS)
     got = run(build(remote_rm_url=file, reward_batch_groups=8), numbered(1))
     assert [item.reward for item in got.trajectories] == [5.0]

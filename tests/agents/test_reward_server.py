@@ -191,7 +191,7 @@ def test_an_address_that_is_not_http_is_rejected_immediately(through, address):
         ("/", "onetwo\u20ac"),
     ],
 )
-def test_an_address_or_key_that_http_does_not_allow_is_not_shown(through, address, key):
+def test_an_address_or_key_that_is_invalid_in_http_is_not_shown(through, address, key):
     with serving(by_length) as (url, received), pytest.raises(RewardError, match="cannot be called") as error:
         run(through(url + address, api_key=key), [Scripted("2")])
     assert url in str(error.value)

@@ -285,7 +285,7 @@ def test_engine_error_is_raised_unchanged(build, write):
 
 
 @pytest.mark.parametrize("listening", [mark_retrieved, lambda answer: answer], ids=["marked", "left alone"])
-def test_mark_retrieved_silences_errors_that_nobody_awaits(listening, caplog):
+def test_mark_retrieved_silences_errors_that_are_never_awaited(listening, caplog):
     async def leave():
         listening(asyncio.get_running_loop().create_future()).set_exception(CallFailure("odd"))
         await asyncio.sleep(0)

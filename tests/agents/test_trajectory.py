@@ -59,7 +59,7 @@ def with_experts(completion, prompt_length):
     return replace(completion, routed_experts=np.array(experts, np.int16).reshape(-1, 1, 1))
 
 
-def test_each_turn_tells_the_experts_of_the_tokens_before_it():
+def test_each_turn_reports_the_experts_of_the_tokens_before_it():
     first, second = with_experts(NUMBERS, 2), with_experts(MORE, 6)
     assert read(completions=(first, second)).routed_experts.flatten().tolist() == [-10, -11, 21, -13, -14, -15, -1]
     assert read(completions=(first, MORE)).routed_experts.flatten().tolist() == [-10, -11, 21, -1, -1, -1, -1]

@@ -101,7 +101,7 @@ def test_tokens_of_probability_zero_stay_finite(estimator, unbiased, pairs):
     assert not gradient[log_probs.isinf()].any()
 
 
-def test_a_token_the_reference_gives_probability_zero_keeps_the_limits_gradient():
+def test_a_token_impossible_under_the_reference_keeps_the_gradient_of_the_limit():
     log_probs, never = torch.tensor([[-1.0]]), torch.tensor([[-torch.inf]])
     for old in (None, log_probs):
         loss, gradient = with_gradient(

@@ -51,7 +51,7 @@ def measure(tmp_path, *command, limit=600):
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)
 def test_every_command_parses(tmp_path, monkeypatch, capsys, name, tiny):
-    """argparse lists all words that it does not know: with one of ours, it must be the only one."""
+    """argparse lists all unknown words: with one added, it must be the only one listed."""
     _, script, *words = BENCHMARKS[name].command(tmp_path, tiny=tiny)
     monkeypatch.setattr(sys, "argv", [script, "--no_such_flag", *words])
     with pytest.raises(SystemExit):
@@ -131,7 +131,7 @@ def test_a_battery_runs_at_tiny_scale(tmp_path):
     assert "ours, any head" in (tmp_path / "head.log").read_text()
 
 
-def test_a_battery_without_time_starts_nothing(tmp_path):
+def test_a_battery_without_time_left_starts_nothing(tmp_path):
     command = [sys.executable, str(BATTERY), "head", "--seconds", "3", "--out", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 1

@@ -73,7 +73,7 @@ def test_a_failing_driver_gives_its_error_and_a_hanging_one_is_killed(tmp_path):
     assert hanging == Absent("trl", "W1", "not finished after 0.1 s (--timeout)")
 
 
-def test_the_error_of_a_driver_is_not_the_last_line_of_its_noise():
+def test_the_error_of_a_driver_is_found_before_later_output():
     assert (
         last_error("Traceback\ntorch.OutOfMemoryError: CUDA\n[W] resource tracker\n") == "torch.OutOfMemoryError: CUDA"
     )
@@ -106,7 +106,7 @@ def test_our_flags_pass_the_checks_of_the_command(files, name, tiny):
     assert config.batches.seed == 7
 
 
-def test_a_driver_refuses_responses_of_other_lengths(tmp_path):
+def test_a_driver_rejects_responses_of_other_lengths(tmp_path):
     task = task_in(tmp_path, "W1")
     task.check_responses(512 * 512)
     with pytest.raises(SystemExit, match="the responses have 9 tokens: expected 262144"):

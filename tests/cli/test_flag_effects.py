@@ -230,7 +230,7 @@ def test_conditional_flags_are_read_in_some_run():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    attributes |= {f"critic_{item.name}" for item in fields(OptimizerFlags)}  # read by name, for the critic's section
+    attributes |= {f"critic_{item.name}" for item in fields(OptimizerFlags)}  # the critic's section reads them by name
     always = {flag for row in ALWAYS for flag in row.flags if row.flags != ("use_ms",)} - {"zero_stage"}
     conditional = {flag for row in (*TABLE, *ON_CPU, *STEPS_ONLY, *WITHOUT_STEPS) for flag in row.flags} - always
     assert sorted(conditional - attributes) == []

@@ -160,7 +160,7 @@ def test_wandb_gets_a_table_of_samples(tmp_path, train, wandb_offline):
 
 
 @pytest.mark.slow(seconds=2)
-def test_a_dashboard_that_fails_costs_a_line_not_the_run(wandb_offline, trackio_folder, capfd):
+def test_a_failing_dashboard_is_reported_and_the_run_continues(wandb_offline, trackio_folder, capfd):
     import trackio
     import wandb
     from wandb.sdk.lib.module import unset_globals

@@ -35,7 +35,7 @@ def test_each_command_has_a_plan(command, folder, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_for_programs(folder, capsys):
+def test_programs_can_read_a_plan_as_json(folder, capsys):
     main(["plan", "train_sft", "--pretrain", folder, "--gpus", "H200", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["fit"] == "fits"
@@ -76,7 +76,7 @@ def test_flags_can_come_from_a_file(folder, tmp_path, capsys):
         (["train_sft", "--pretrain", "org/model", "--nodes", "0"], "--nodes is 0, but must be above 0"),
     ],
 )
-def test_mistakes_are_one_line(argv, complaint, capsys):
+def test_mistakes_are_reported_in_one_line(argv, complaint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan", *argv])
     assert ended.value.code == 2

@@ -50,7 +50,7 @@ def test_each_command_shows_its_data(command, folder, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl"}
 
 
-def test_evaluation_data_is_shown_too_and_rows_are_limited(folder, tmp_path, capsys):
+def test_evaluation_data_is_also_shown_and_rows_are_limited(folder, tmp_path, capsys):
     flags = {
         "pretrain": folder,
         "dataset": write_rows(tmp_path / "rows.jsonl", answers(12)),
@@ -65,7 +65,7 @@ def test_evaluation_data_is_shown_too_and_rows_are_limited(folder, tmp_path, cap
 
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo"])
-def test_held_out_rows_are_shown_too(command, folder, tmp_path, capsys):
+def test_held_out_rows_are_also_shown(command, folder, tmp_path, capsys):
     data = "prompt_data" if command == "train_ppo" else "dataset"
     flags = {"pretrain": folder, data: write_rows(tmp_path / "rows.jsonl", answers(12)), "eval_size": 0.25, "rows": 1}
     main(["preview", command, *as_argv(flags | (ANSWERS if data == "dataset" else {}))])
@@ -93,7 +93,7 @@ def test_flags_can_come_from_a_file(folder, tmp_path, capsys):
         (["train_prm", "--pretrain", "m", "--dataset", "d"], "--placeholder_token is not given"),
     ],
 )
-def test_mistakes_are_one_line(argv, complaint, capsys):
+def test_mistakes_are_reported_in_one_line(argv, complaint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["preview", *argv])
     assert ended.value.code == 2

@@ -113,7 +113,7 @@ def test_a_code_file_is_written_next_to_the_yaml_file(task, file, flag, tmp_path
     assert f"wrote settings/{file}\n" in capsys.readouterr().err
 
 
-def test_files_are_replaced_only_if_asked(tmp_path, capsys):
+def test_files_are_replaced_only_on_request(tmp_path, capsys):
     (tmp_path / "reward.py").write_text("mine")
     code, said = fails(["init", "grpo", "--output", "run.yaml"], capsys)
     assert (code, (tmp_path / "reward.py").read_text()) == (2, "mine")

@@ -1,4 +1,4 @@
-"""Start Ray drivers as processes, as if on a machine of their own.
+"""Start Ray drivers as processes, as if each test had its own machine.
 
 A `Machine` has its own HOME and Ray folder, so its drivers see only the Ray clusters started there, and the test can
 find and end every process that a driver left behind: they all carry the folder in their environment.

@@ -15,7 +15,7 @@ STRANGER = 54321  # a user id that is not ours
 
 @pytest.fixture
 def server():
-    """The address of a server that is no Ray, what its clients said to it, and its socket."""
+    """The address of a server that is not Ray, the data that its clients sent, and its socket."""
     said = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -42,7 +42,7 @@ def record(tmp_path):
 
 
 def give_away(path, monkeypatch):
-    """Make the path belong to another user; only root can, so others become another user themselves."""
+    """Make the path belong to another user; only root can, so other users pretend to be someone else."""
     if os.geteuid() == 0:
         os.chown(path, STRANGER, STRANGER)
     else:
@@ -105,7 +105,7 @@ def test_auto_does_not_send_the_token_to_another_user(record, environ, server, m
 
 
 def test_auto_does_not_send_the_token_to_an_unknown_user(record, environ, server, monkeypatch):
-    monkeypatch.setattr(address, "SOCKET_TABLES", (record.parent / "missing",))  # as on other systems than Linux
+    monkeypatch.setattr(address, "SOCKET_TABLES", (record.parent / "missing",))  # as on systems other than Linux
     record.write_text(server[0])
     with pytest.raises(ConfigError, match=rf"expected RAY_ADDRESS=host:port. Try: RAY_ADDRESS={server[0]}"):
         find_cluster(environ | {"RAY_ADDRESS": "auto", "RAY_AUTH_MODE": "token"})

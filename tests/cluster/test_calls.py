@@ -25,7 +25,7 @@ def test_a_death_that_is_noticed_later_explains_the_failure_of_another_process()
         asyncio.run(scenario())
 
 
-def test_a_failure_without_a_death_is_reported_as_it_is(monkeypatch):
+def test_a_failure_without_a_death_is_reported_unchanged(monkeypatch):
     monkeypatch.setattr(calls, "SECONDS_TO_BLAME", 0.01)
 
     async def scenario():
@@ -60,7 +60,7 @@ def test_the_death_of_the_called_process_is_not_recoverable():
     ("cause", "kind"),
     [(torch.OutOfMemoryError("CUDA out of memory."), DeviceMemoryError), (RuntimeError("a bug"), BackendError)],
 )
-def test_a_full_device_in_another_process_has_an_error_of_its_own(cause, kind, capsys):
+def test_a_full_device_in_another_process_has_its_own_error(cause, kind, capsys):
     async def fail_remotely():
         raise RayTaskError("train_policy", "Traceback: line 1", cause)
 

@@ -75,7 +75,7 @@ def test_without_torch_the_rest_is_examined_and_the_exit_code_is_1():
     assert done.stderr == ("openrlhf: error: no run works on this machine yet: PyTorch. Try: the fixes above\n")
 
 
-def test_packages_are_judged_by_what_ours_requires():
+def test_packages_are_compared_with_our_requirements():
     assert {package.name for package in PACKAGES if package.extra is None} <= {
         finding.subject for finding in examine(online=False) if finding.status == "ok"
     }
@@ -103,7 +103,7 @@ def test_a_port_in_use_is_reported(monkeypatch):
     assert by_subject(port_findings())["Ray's port"].status == "ok"
 
 
-def test_the_hub_is_tried_only_if_asked(monkeypatch):
+def test_the_hub_is_tried_only_on_request(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setenv("HF_ENDPOINT", address)  # nothing listens there any more

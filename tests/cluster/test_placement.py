@@ -95,7 +95,7 @@ def test_several_engines_share_a_gpu():
 
 
 @pytest.mark.parametrize("flags", ["", "--colocate_all_models --async_train"])
-def test_other_engines_have_devices_of_their_own(flags):
+def test_other_engines_have_their_own_devices(flags):
     found = make_plan(f"{FUNCTION} {flags} --vllm_num_engines 2 --vllm_tensor_parallel_size 4")
     assert [engine.shares for engine in found.engines] == [None, None]
     assert found.blocks()[-2:] == (DeviceBlock("engine-0", 4), DeviceBlock("engine-1", 4))

@@ -91,12 +91,12 @@ def test_a_submitted_job_trains_on_its_cluster(machine, environ, address, comman
 
     job, actors = job_and_actors(address)
     assert job["status"] == "SUCCEEDED"
-    assert job["driver_info"] is not None, stderr  # otherwise it ran beside the cluster, not on it
+    assert job["driver_info"] is not None, stderr  # otherwise it did not run on the cluster
     assert {actor["class_name"] for actor in actors} == {"ModelWorker", "EngineWorker"}
     assert wait_until_gone([int(job["driver_info"]["pid"]), *(actor["pid"] for actor in actors)])
     with pytest.raises(HTTPError, match="401"):  # the token was really required
         query(address, "jobs/", {})
 
     end(machine.processes())
-    assert wait_until_gone(machine.processes())  # processes started meanwhile end with their node
+    assert wait_until_gone(machine.processes())  # processes started since then end with their node
     assert machine.processes() == []

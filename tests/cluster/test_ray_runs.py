@@ -318,7 +318,7 @@ def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray
         partial_rollout=True,
         max_restarts=1,
     )
-    assert killed.seen > 10  # requests went to the new engine, too
+    assert killed.seen > 10  # the new engine also got requests
     assert "engine 1 on" in capsys.readouterr().err
     assert count_prompts(ran) == dict.fromkeys(range(32), 4)
     assert set(ran.train("turns")) == {2.0}

@@ -75,7 +75,7 @@ def test_ranks_follow_device_order_and_hybrid_engines_share_the_devices(two_node
     report, _ = machine.run_driver("report_placement", f"{ONE_GROUP} --colocate_all_models {counts}", **environ)
     ranks = [one["CUDA_VISIBLE_DEVICES"] for one in report["groups"]["models"]]
     assert ranks == sorted(ranks)
-    assert {one["LOCAL_RANK"] for one in report["groups"]["models"]} == {"0"}  # torch numbers the one GPU it sees 0
+    assert {one["LOCAL_RANK"] for one in report["groups"]["models"]} == {"0"}  # each sees a single GPU, as device 0
     assert {one["MASTER_ADDR"] for one in report["groups"]["models"]} == {"127.0.0.1"}  # they are all on one node
     assert [one["CUDA_VISIBLE_DEVICES"] for one in report["engines"]] == [",".join(ranks)]
 
@@ -87,7 +87,7 @@ def test_each_rank_gets_its_ray_device_even_if_ray_sets_no_variable(machine, inh
     counts = "--actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
     report, _ = machine.run_driver("two_gpus", f"{ONE_GROUP} --colocate_all_models {counts}", **environ)
     ranks = [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in report["groups"]["models"]]
-    assert ranks == [(device, "0") for device in devices]  # each sees one GPU, which torch numbers 0
+    assert ranks == [(device, "0") for device in devices]  # each process sees a single GPU, as device 0
     assert [one["CUDA_VISIBLE_DEVICES"] for one in report["engines"]] == [",".join(devices)]
 
 
@@ -161,7 +161,7 @@ def test_a_private_ray_starts_with_an_interpreter_path_that_has_a_space(machine)
 
 
 def test_a_private_ray_ends_with_a_killed_driver_and_the_next_one_starts(machine, dead_address):
-    """A stale address file of an older Ray must not matter to either of them."""
+    """A stale address file of an older Ray must affect neither of them."""
     warm, machine.environ = machine.environ, COLD  # the killed one has the processes that a user's has
     (machine.folder / "ray").mkdir()
     (machine.folder / "ray" / "ray_current_cluster").write_text(dead_address)

@@ -63,7 +63,7 @@ def test_the_first_rank_of_each_node_sends_to_its_part_of_the_engines():
 
 
 @pytest.mark.parametrize(("transport", "expected"), [("tcp", (0, 0, 1)), ("ipc", (3, 0, 1))])
-def test_one_engine_is_served_alone(transport, expected):
+def test_weights_can_be_sent_to_a_single_engine(transport, expected):
     assert receivers(transport, 4, {3: ["10.0.0.1"]}) == [expected]
 
 

@@ -74,7 +74,7 @@ def flat_name(command, dotted):
 
 
 @pytest.mark.parametrize(("command", "typed", "line", "flag", "value"), OLD, ids=lambda item: str(item).split()[0])
-def test_an_old_spelling_gives_the_value_and_says_what_it_became(command, typed, line, flag, value, capsys):
+def test_an_old_spelling_sets_the_current_flag_and_reports_it(command, typed, line, flag, value, capsys):
     config = parse(COMMANDS[command], typed.split(), environ={})
     assert flag_values(config)[flag] == value
     said = capsys.readouterr().err
@@ -82,16 +82,16 @@ def test_an_old_spelling_gives_the_value_and_says_what_it_became(command, typed,
     assert said.count("\n") == 1
 
 
-def test_every_old_spelling_is_tried_above():
+def test_every_old_spelling_is_tested_above():
     assert {typed.split()[0].removeprefix("--") for _, typed, *_ in OLD} == RENAMED.keys()
 
 
-def test_an_old_spelling_takes_an_equals_sign(capsys):
+def test_an_old_spelling_may_have_an_equals_sign(capsys):
     assert parse(COMMANDS["train_rm"], ["--value_prefix_head=v"], environ={}).head.value_head_prefix == "v"
     assert "--value_head_prefix" in capsys.readouterr().err
 
 
-def test_an_old_spelling_is_explained_once_however_often_it_stands(capsys):
+def test_a_repeated_old_spelling_is_explained_once(capsys):
     parse(COMMANDS["train_sft"], ["--bf16", "--bf16"], environ={})
     assert capsys.readouterr().err.count("--bf16") == 1
 
@@ -113,12 +113,12 @@ def test_a_dotted_name_takes_switches_values_lists_and_equals_signs():
     assert parse(command, dotted.split(), environ={}) == parse(command, flat.split(), environ={})
 
 
-def test_one_dotted_name_may_be_two_flags_in_two_commands():
+def test_a_dotted_name_may_be_a_different_flag_in_each_command():
     assert flat_name("train_dpo", "ref.offload") == "ref_offload"
     assert flat_name("train_ppo_ray", "ref.offload") == "ref_reward_offload"
 
 
-def test_actor_and_critic_have_optimizers_of_their_own():
+def test_actor_and_critic_have_separate_optimizers():
     argv = [
         "--actor.adam.lr",
         "1e-6",
@@ -143,7 +143,7 @@ def test_actor_and_critic_have_optimizers_of_their_own():
         ("--actor.loss_agg_mode=seq-mean-token-mean", "loss_agg_mode", "seq-mean"),
     ],
 )
-def test_an_old_value_says_what_it_became(typed, flag, value, capsys):
+def test_an_old_value_reports_its_replacement(typed, flag, value, capsys):
     assert flag_values(parse(COMMANDS["train_ppo_ray"], typed.split(), environ={}))[flag] == value
     assert capsys.readouterr().err.endswith(f" is now {value}\n")
 

@@ -36,7 +36,7 @@ def test_processes_share_the_batch_except_those_that_share_a_sequence(monkeypatc
     assert table["micro-batches per step"] == "32"
 
 
-def test_a_tail_is_one_more_micro_batch(monkeypatch):
+def test_a_remainder_is_one_more_micro_batch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     table = sft("--train_batch_size 100 --micro_train_batch_size 8")  # 34 + 33 + 33; 34 is four of 8 and one of 2
     assert table["samples per device and step"] == "34"
@@ -93,14 +93,14 @@ def test_dynamic_batches_are_counted_in_tokens():
         assert "8,192 tokens" in lines[name].how
 
 
-def test_scoring_may_have_a_token_budget_of_its_own():
+def test_scoring_may_have_its_own_token_budget():
     argv = "--use_dynamic_batch --train_max_tokens_per_gpu 8192 --rollout_max_tokens_per_gpu 32768"
     lines = {line.name: line for line in rl_table(parse(RLConfig, argv.split(), environ={}))}
     assert "32,768" in lines["scoring micro-batches"].how
     assert "8,192" in lines["training micro-batches"].how
 
 
-def test_columns_line_up():
+def test_columns_are_aligned():
     assert (
         render([Line("a", "1,024", "x"), Line("long name", "8", "y")]) == "  a          1,024  x\n  long name      8  y"
     )

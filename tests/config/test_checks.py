@@ -671,7 +671,7 @@ def holds(message, parts):
     return [part for part in parts.split("|") if part not in message] == []
 
 
-def test_every_rule_is_tried():
+def test_every_rule_is_tested():
     known = {rule.__name__ for rules in RULES.values() for rule in rules}
     assert {case[0] for case in [*REFUSED, *CHANGED, *SAID]} | WITHOUT_EXTRAS | BY_A_LAUNCHER == known
 
@@ -681,14 +681,14 @@ def test_every_command_has_rules():
 
 
 @pytest.mark.parametrize("command", VALID)
-def test_a_valid_command_passes_unchanged_and_in_silence(run, command):
+def test_a_valid_command_passes_unchanged_and_silently(run, command):
     config, lines = run(command)
     assert config == parse(COMMANDS[command], shlex.split(VALID[command]), environ={})
     assert lines == []
 
 
 @pytest.mark.parametrize(("rule", "command", "added", "parts"), REFUSED)
-def test_a_rule_refuses(run, rule, command, added, parts):
+def test_a_rule_rejects_a_command(run, rule, command, added, parts):
     with pytest.raises((ConfigError, MissingExtraError)) as caught:
         run(command, added)
     assert holds(str(caught.value), parts), caught.value
@@ -697,7 +697,7 @@ def test_a_rule_refuses(run, rule, command, added, parts):
 
 
 @pytest.mark.parametrize(("rule", "command", "added", "parts", "flag", "value"), CHANGED)
-def test_a_rule_changes_a_value_and_says_so(run, rule, command, added, parts, flag, value):
+def test_a_rule_changes_a_value_and_reports_it(run, rule, command, added, parts, flag, value):
     config, lines = run(command, added)
     assert flag_values(config)[flag] == value
     assert len(lines) == 1
@@ -705,7 +705,7 @@ def test_a_rule_changes_a_value_and_says_so(run, rule, command, added, parts, fl
 
 
 @pytest.mark.parametrize(("rule", "command", "added", "parts"), SAID)
-def test_a_rule_says_a_line_and_changes_nothing(run, rule, command, added, parts):
+def test_a_rule_prints_a_line_and_changes_nothing(run, rule, command, added, parts):
     config, lines = run(command, added)
     assert config == parse(COMMANDS[command], shlex.split(f"{VALID[command]} {added}"), environ={})
     assert len(lines) == 1
@@ -742,7 +742,7 @@ def test_a_flag_needs_another_flag_of_its_command(command):
         "--stop_properly_penalty_coef -1",
     ],
 )
-def test_what_decisions_allow_passes_in_silence(run, added):
+def test_flags_that_only_upstream_rejects_pass_silently(run, added):
     assert run("train_ppo", added)[1] == []
 
 
@@ -753,7 +753,7 @@ def test_a_missing_positional_argument_is_named_as_in_the_help():
         check(parse(COMMANDS["view"], [], environ={}))
 
 
-def test_a_hub_name_is_not_looked_for_on_disk(run):
+def test_a_hub_name_is_not_looked_up_on_disk(run):
     assert run("train_sft", "--pretrain org/model --dataset org/data --eval_dataset json@./x")[1] == []
 
 
@@ -804,7 +804,7 @@ def test_rules_of_deepspeed_do_not_apply_to_fsdp(run, monkeypatch):
 
 
 @pytest.mark.parametrize("added", ["--grad_accum_dtype bf16", "--param_dtype fp32", "--device cpu"])
-def test_without_zero_gradients_may_be_summed_as_they_come(run, monkeypatch, added):
+def test_without_zero_gradients_may_be_summed_in_the_weights_dtype(run, monkeypatch, added):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("train_sft", f"--zero_stage 0 {added}")[1] == []
 
@@ -836,7 +836,7 @@ def test_processes_of_a_launcher_on_several_nodes_need_ray(run, monkeypatch):
     assert "runs the Ray driver" in run("train_ppo_ray", "--vllm_num_engines 8")[1][0]
 
 
-def test_one_process_is_not_what_a_launcher_starts(run, monkeypatch):
+def test_a_local_run_rejects_several_launched_processes(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--runtime local runs in one process, but a launcher started 2"):
         run("train_ppo_ray", "--runtime local")
@@ -866,15 +866,15 @@ def rl(added="", command="train_ppo_ray"):
         ("--runtime ray", {}, "ray"),
     ],
 )
-def test_auto_looks_at_what_was_given(added, environ, runtime):
+def test_auto_depends_on_the_given_flags(added, environ, runtime):
     assert resolve_runtime(rl(added), environ) == runtime
 
 
-def test_train_ppo_stays_local_beside_a_cluster():
+def test_train_ppo_stays_local_if_there_is_a_cluster():
     assert resolve_runtime(rl(command="train_ppo"), {"RAY_ADDRESS": "auto"}) == "local"
 
 
-def test_an_unnamed_count_is_eight_on_ray_and_one_locally():
+def test_an_unset_count_is_eight_on_ray_and_one_locally():
     assert num_devices(rl(), "actor", {}) == 1
     assert num_devices(rl(), "actor", {"RAY_ADDRESS": "auto"}) == 8
     assert num_devices(rl("--actor_num_nodes 2"), "actor", {}) == 16
@@ -899,16 +899,16 @@ def test_the_critic_starts_from_its_flag_then_the_reward_model_then_the_policy()
     assert critic_model(rl("--advantage_estimator reinforce")) is None
 
 
-def test_one_clip_serves_both_sides():
+def test_a_single_clip_applies_to_both_sides():
     assert rl("--eps_clip 0.3").policy.clip_range == (0.3, 0.3)
     assert rl("--eps_clip 0.3 --eps_clip_low_high 0.1 0.2").policy.clip_range == (0.1, 0.2)
 
 
-def test_one_threshold_is_the_upper_end():
+def test_a_single_threshold_is_the_upper_bound():
     assert rl("--vllm_is_truncated_threshold 2").policy.correction_range == (0.0, 2.0)
 
 
-def test_addresses_are_a_list_and_a_file_is_none_of_them():
+def test_server_addresses_are_a_list_and_a_file_is_not_one():
     assert rl("--remote_rm_url http://a,http://b").rewards.reward_servers == ("http://a", "http://b")
     assert rl().rewards.reward_servers == ()
     assert rl().rewards.reward_file == "./reward.py"

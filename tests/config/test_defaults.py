@@ -474,12 +474,12 @@ def test_dpo_can_average_ipo_over_the_length():
     assert defaults("train_dpo")["ipo_length_average"] is False
 
 
-def test_ppo_context_is_2048_tokens_unless_told():
+def test_ppo_context_is_2048_tokens_by_default():
     assert COMMANDS["train_ppo_ray"]().rollout.context_length == 2048
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_default_is_a_value_that_its_own_flag_accepts(command):
+def test_every_flag_accepts_its_default(command):
     for item in flags_of(COMMANDS[command]).values():
         forms = get_args(item.type) if type(None) in get_args(item.type) else (item.type,)
         kinds = tuple(get_origin(form) or form for form in forms)

@@ -1,4 +1,4 @@
-"""What --help shows: the essential flags, all of them, a section, a word, or one flag in full."""
+"""The output of --help: the essential flags, all of them, a section, a word, or one flag in full."""
 
 import re
 import shlex
@@ -100,7 +100,7 @@ def test_help_shows_where_a_default_with_spaces_ends():
     assert r"(default: 'User: {}\nAssistant: ')" in text
 
 
-def test_a_section_is_shown_with_flags_elsewhere_that_bear_its_name():
+def test_a_section_is_shown_with_flags_elsewhere_that_contain_its_name():
     assert flags_in(shown("train_sft", "lora")) == ["lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
     assert flags_in(shown("train_sft", "LoRA")) == flags_in(shown("train_sft", "lora"))
     vllm = flags_in(shown("train_ppo", "vllm"))
@@ -146,7 +146,7 @@ def test_every_flag_can_be_shown_in_full():
         assert shown("train_ppo_ray", name).startswith(f"--{name}\n")
 
 
-def test_an_unknown_topic_names_a_near_one():
+def test_an_unknown_topic_suggests_a_similar_one():
     with pytest.raises(ConfigError, match=r"mentions 'lorra'. Try: openrlhf train_sft --help lora"):
         shown("train_sft", "lorra")
     with pytest.raises(ConfigError, match="Try: openrlhf train_sft --help all"):

@@ -1,4 +1,4 @@
-"""docs/metrics.md explains every metric once; and the other pages are as the code would write them."""
+"""docs/metrics.md explains every metric once; and the other generated pages are current."""
 
 import pytest
 
@@ -35,6 +35,6 @@ def test_names_are_looked_up_by_command_with_their_fields(kind, name, command, f
 
 @pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("name", PAGES)
-def test_the_written_pages_are_current(name):
+def test_the_generated_pages_are_current(name):
     current = (DOCS / name).read_text(encoding="utf-8")
     assert current == PAGES[name](), "run: python tools/write_reference.py"

@@ -1,4 +1,4 @@
-"""Lines about flags that do nothing: which runs get which, and which do not."""
+"""Messages about flags without effect: the runs that print them, and runs that do not."""
 
 import shlex
 
@@ -111,16 +111,16 @@ QUIET = [  # the same flags in runs in which they have an effect
 
 
 @pytest.mark.parametrize("asked", SAID)
-def test_a_flag_that_does_nothing_is_named_with_the_reason(asked, workspace):
+def test_a_flag_without_effect_is_reported_with_the_reason(asked, workspace):
     assert said(*asked.split(maxsplit=1)) == [SAID[asked]]
 
 
 @pytest.mark.parametrize("asked", QUIET)
-def test_a_flag_that_acts_is_not_named(asked, workspace):
+def test_a_flag_with_an_effect_is_not_reported(asked, workspace):
     assert said(*asked.split(maxsplit=1)) == []
 
 
-def test_sharding_acts_under_a_launcher(workspace, monkeypatch):
+def test_sharding_takes_effect_under_a_launcher(workspace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said("train_sft", "--zero_stage 3 --zpg 2 --overlap_comm --train_batch_size 16") == []
     assert said("train_sft", "--backend fsdp --zero_stage 3 --zpg 2 --overlap_comm --grad_accum_dtype fp32") == [
@@ -131,7 +131,7 @@ def test_sharding_acts_under_a_launcher(workspace, monkeypatch):
     ]
 
 
-def test_without_a_command_line_flags_that_are_not_defaults_are_named(workspace):
+def test_without_a_command_line_all_non_default_flags_are_reported(workspace):
     lines = []
     config, _ = parse_given(
         COMMANDS["train_sft"], shlex.split(f"{VALID['train_sft']} --zpg 2 --zero_stage 2"), environ={}
@@ -140,7 +140,7 @@ def test_without_a_command_line_flags_that_are_not_defaults_are_named(workspace)
     assert lines == ["--zpg 2 has no effect in one process"]
 
 
-def test_what_files_and_the_environment_give_counts_as_given(workspace):
+def test_flags_from_files_and_the_environment_count_as_given(workspace):
     (workspace / "run.yaml").write_text("ds: {zero_stage: 2}\n")
     argv = shlex.split(f"{VALID['train_ppo']} --config run.yaml --flash_attn")
     _, given = parse_given(COMMANDS["train_ppo"], argv, environ={"OPENRLHF_ASYNC_QUEUE_SIZE": "2"})
@@ -148,7 +148,7 @@ def test_what_files_and_the_environment_give_counts_as_given(workspace):
     assert "zpg" not in given
 
 
-def test_weights_have_two_ways_to_travel(workspace):
+def test_weights_have_two_sync_backends(workspace):
     with pytest.raises(ConfigError, match=r"--vllm_sync_backend: expected nccl or gloo, got 'banana'"):
         parse_given(COMMANDS["train_ppo"], ["--vllm_sync_backend", "banana"], environ={})
 

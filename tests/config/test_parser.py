@@ -55,7 +55,7 @@ def test_a_value_follows_its_flag_or_an_equals_sign():
         ("--wandb_", "--wandb_org or --wandb_group or --wandb_project"),
     ],
 )
-def test_the_beginning_of_a_flag_is_no_flag_but_names_it(given, hint):
+def test_an_abbreviated_flag_is_rejected_with_its_full_name(given, hint):
     name = given.partition("=")[0]
     assert refusal(SFTConfig, given, "3") == f"{name} is not a flag of this command. Try: {hint}"
 
@@ -90,7 +90,7 @@ def test_lists_become_tuples():
     assert parse(PRMConfig, ["--reward_tokens", "+", "-"], environ={}).fields.reward_tokens == ("+", "-")
 
 
-def test_a_list_of_fixed_length_refuses_another():
+def test_a_list_of_fixed_length_rejects_other_lengths():
     assert "--adam_betas" in refusal(SFTConfig, "--adam_betas", "0.9")
 
 
@@ -103,7 +103,7 @@ def test_numbers_may_have_an_exponent():
     assert rl("--actor_learning_rate", "5e-7").optimizer.actor_learning_rate == 5e-7
 
 
-def test_a_wrong_number_names_the_flag_and_what_came():
+def test_the_error_for_a_wrong_number_names_the_flag_and_the_value():
     message = refusal(SFTConfig, "--zero_stage", "two")
     assert "--zero_stage" in message
     assert "'two'" in message
@@ -135,13 +135,13 @@ def test_line_breaks_survive_in_values():
         ("--learning_rates=1", "--learning_rate"),
     ],
 )
-def test_an_unknown_flag_names_the_nearest_known_ones(given, nearest):
+def test_an_unknown_flag_suggests_the_most_similar_ones(given, nearest):
     message = refusal(SFTConfig, given, "3")
     assert "is not a flag of this command" in message
     assert nearest in message
 
 
-def test_an_unknown_flag_that_is_near_nothing_points_to_the_help():
+def test_an_unknown_flag_without_a_similar_one_points_to_the_help():
     assert "--help" in refusal(SFTConfig, "--xyzzy")
 
 
@@ -159,14 +159,14 @@ def test_a_file_gives_flags_by_their_names(file):
     )
 
 
-def test_the_command_line_wins_over_the_file_wherever_it_stands(file):
+def test_the_command_line_overrides_the_file_in_any_order(file):
     path = file("zero_stage: 3\npacking_samples: true\n")
     for argv in (["--zero_stage", "1", "--config", path], [f"--config={path}", "--zero_stage=1"]):
         config = sft(*argv, "--packing_samples", "false")
         assert (config.sharding.zero_stage, config.batches.packing_samples) == (1, False)
 
 
-def test_of_two_files_the_later_wins(tmp_path):
+def test_the_later_of_two_files_wins(tmp_path):
     (tmp_path / "a.yaml").write_text("zero_stage: 3\nseed: 1")
     (tmp_path / "b.yaml").write_text("zero_stage: 1")
     config = sft("--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"))
@@ -193,7 +193,7 @@ def test_a_file_may_hold_a_json_object(file):
     assert config.template.template_kwargs == {"enable_thinking": False}
 
 
-def test_old_spellings_in_a_file_say_what_they_became(file, capsys):
+def test_old_spellings_in_a_file_report_their_replacements(file, capsys):
     assert sft("--config", file("flash_attn: true")).model.attn_implementation == "flash_attention_2"
     assert "--flash_attn is now --attn_implementation flash_attention_2" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flags(file):
         ("- a\n- b", "contains no flags"),
     ],
 )
-def test_a_file_that_is_no_mapping_is_refused_in_one_line(file, text, complaint):
+def test_a_file_that_is_not_a_mapping_is_rejected_in_one_line(file, text, complaint):
     path = file(text)
     message = refusal(SFTConfig, "--config", path)
     assert path in message
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_mapping_is_refused_in_one_line(file, text, complaint)
     assert "\n" not in message
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+def test_a_file_that_cannot_be_read_is_rejected(tmp_path):
     assert "nowhere.yaml: no such file" in refusal(SFTConfig, "--config", str(tmp_path / "nowhere.yaml"))
     (tmp_path / "sft_run.yaml").touch()
     mistyped = refusal(SFTConfig, "--config", str(tmp_path / "sft_rum.yaml"))
@@ -261,7 +261,7 @@ def test_a_mistake_in_a_file_names_the_file_and_the_line(file, text, complaint):
 # the environment
 
 
-def test_old_environment_variables_give_flags_and_say_so(capsys):
+def test_old_environment_variables_set_flags_and_are_reported(capsys):
     config = rl(environ={"OPENRLHF_ASYNC_QUEUE_SIZE": "3", "OPENRLHF_ASYNC_NUM_TASKS": "64"})
     assert (config.asynchrony.async_queue_size, config.rewards.max_episodes_per_engine) == (3, 64)
     said = capsys.readouterr().err
@@ -269,7 +269,7 @@ def test_old_environment_variables_give_flags_and_say_so(capsys):
     assert "OPENRLHF_ASYNC_NUM_TASKS is now --max_episodes_per_engine" in said
 
 
-def test_flags_and_files_win_over_the_environment(file):
+def test_flags_and_files_override_the_environment(file):
     environ = {"OPENRLHF_ASYNC_QUEUE_SIZE": "3"}
     assert rl("--async_queue_size", "5", environ=environ).asynchrony.async_queue_size == 5
     assert rl("--config", file("async_queue_size: 7"), environ=environ).asynchrony.async_queue_size == 7
@@ -334,12 +334,12 @@ def test_printing_every_flag_and_parsing_it_again_changes_nothing(command):
         "--port 80 a --open=yes b",
     ],
 )
-def test_positional_arguments_may_stand_anywhere(words):
+def test_positional_arguments_may_be_anywhere(words):
     config = parse(COMMANDS["view"], words.split(), environ={})
     assert (config.runs.run_dirs, config.page.port, config.page.open) == (("a", "b"), 80, True)
 
 
-def test_positional_arguments_are_no_flags_and_flags_no_positional_arguments(file):
+def test_positional_arguments_and_flags_are_not_mixed_up(file):
     assert refusal(COMMANDS["view"], "--run_dirs", "a").startswith("--run_dirs is not a flag of this command")
     assert (
         refusal(COMMANDS["view"], "a", "--run_dir")
@@ -356,7 +356,7 @@ def test_help_shows_positional_arguments_in_the_usage():
     assert text.startswith("usage: openrlhf view RUN_DIR ... [--flag value ...]\n")
 
 
-def test_a_list_in_a_file_is_a_comma_list_where_the_flag_is_one_text(tmp_path):
+def test_a_list_in_a_file_is_joined_by_commas_for_a_text_flag(tmp_path):
     (tmp_path / "run.yaml").write_text("dataset: [a/b, c/d]\ndata.chosen_key: good\ntarget_modules: [q_proj, v_proj]\n")
     config = parse(RMConfig, ["--config", str(tmp_path / "run.yaml")])
     assert config.data.dataset == "a/b,c/d"

@@ -50,7 +50,7 @@ def test_a_config_can_be_sent_to_a_worker(command):
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_every_optimizer_flag_has_its_twin_for_the_critic():
+def test_every_optimizer_flag_has_a_counterpart_for_the_critic():
     flags = flags_of(RLConfig)
     for item in fields(OptimizerFlags):
         shared, own = flags[item.name], flags[f"critic_{item.name}"]
@@ -59,7 +59,7 @@ def test_every_optimizer_flag_has_its_twin_for_the_critic():
         assert without_none(own.type) == without_none(shared.type)
 
 
-def test_the_critic_takes_its_own_values_and_else_those_of_the_policy():
+def test_the_critic_uses_its_own_values_or_else_the_policys():
     flags = rl(l2=0.1, max_norm=2.0, critic_l2=0.0, critic_optim="muon", critic_muon_nesterov=False).optimizer
     assert (flags.critic.l2, flags.critic.optim, flags.critic.muon_nesterov) == (0.0, "muon", False)
     assert flags.critic.max_norm == 2.0

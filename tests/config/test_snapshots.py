@@ -288,14 +288,14 @@ def read(command, printed):
 
 
 @pytest.mark.parametrize("place", PRINTED)
-def test_a_printed_command_gives_what_its_reader_expects(place):
+def test_a_printed_command_gives_the_expected_config(place):
     command, printed, expected = PRINTED[place]
     values = flag_values(read(command, printed))
     assert {name: values[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("place", ["000 and 003 sft", "001 sft", "004 sft", "000 and 003 rm", "001 rm", "004 rm"])
-def test_the_supervised_commands_keep_every_rule(place, monkeypatch):
+def test_the_supervised_commands_pass_every_rule(place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")  # printed behind the deepspeed launcher
     lines = []
     command, printed, _ = PRINTED[place]
@@ -305,7 +305,7 @@ def test_the_supervised_commands_keep_every_rule(place, monkeypatch):
 
 
 @pytest.mark.parametrize("printed", [PPO_001, PPO_003, PPO_004], ids=["001", "003", "004"])
-def test_the_ppo_commands_keep_every_rule_with_eight_devices_each(printed):
+def test_the_ppo_commands_pass_every_rule_with_eight_devices_each(printed):
     config = check(read("train_ppo_ray", printed))
     assert resolve_runtime(config) == "ray"
     assert {num_devices(config, role) for role in ("actor", "ref", "critic", "reward")} == {8}
@@ -320,7 +320,7 @@ def test_the_ppo_command_of_000_shares_two_devices_with_eight_of_the_engines():
     )
 
 
-def test_the_dotted_commands_keep_every_rule(workspace):
+def test_the_dotted_commands_pass_every_rule(workspace):
     for place in ("dotted grpo", "dotted sft", "dotted dpo"):
         command, printed, _ = PRINTED[place]
         assert check(read(command, printed)) == read(command, printed)

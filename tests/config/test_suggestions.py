@@ -101,7 +101,7 @@ def refusal(command, *argv):
     return str(caught.value)
 
 
-def test_all_unknown_flags_are_answered_together():
+def test_all_unknown_flags_are_reported_together():
     assert refusal("train_sft", "--do_train").endswith("Try: leave it out, since nothing here needs it")
     assert refusal("train_sft", "--lr", "1e-5", "--seed", "1", "-epochs", "2", "--xyzzy", "-1", "--zero=3") == (
         "--lr, -epochs, --xyzzy and --zero are not flags of this command. Try: "

@@ -67,7 +67,7 @@ def test_a_flag_without_meaning_is_dropped_with_one_line(command, typed, line, c
     assert said.count("\n") == 1
 
 
-def test_every_retired_flag_is_tried_above():
+def test_every_retired_flag_is_tested_above():
     assert {typed.split()[0].split("=")[0].removeprefix("--") for _, typed, _ in DROPPED} == RETIRED.keys()
 
 
@@ -83,7 +83,7 @@ def test_every_retired_flag_is_tried_above():
         ("--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode clip", "level seq|level token"),
     ],
 )
-def test_a_flag_that_would_change_what_is_learned_is_refused(typed, message):
+def test_a_flag_that_would_change_what_is_learned_is_rejected(typed, message):
     with pytest.raises(ConfigError) as caught:
         read("train_ppo_ray", typed)
     for part in message.split("|"):
@@ -113,7 +113,7 @@ def test_the_three_flags_of_a_correction_are_one_here(typed, enabled, kind):
     assert policy.vllm_is_correction_type == kind
 
 
-def test_retired_flags_stand_in_files_too(tmp_path, capsys):
+def test_retired_flags_are_also_recognised_in_files(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("torch_compile: true\nptx_coef: 0.05\nds: {zero_stage: 3}\n")
     assert read("train_ppo", f"--config {shlex.quote(str(file))}").sharding.zero_stage == 3
@@ -167,14 +167,14 @@ GAMES = """
 """
 
 
-def test_the_games_of_upstream_keep_every_rule(workspace):
+def test_the_games_of_upstream_pass_every_rule(workspace):
     config = check(read("train_ppo_ray", GAMES), lambda line: None)
     assert config.rollout.whole_log_probs
     assert config.policy.enable_vllm_is_correction
 
 
 @pytest.mark.parametrize("place", HERE_DOCUMENTS)
-def test_the_pipelines_of_upstream_keep_every_rule(place, workspace):
+def test_the_pipelines_of_upstream_pass_every_rule(place, workspace):
     command, typed, expected = HERE_DOCUMENTS[place]
     values = flag_values(check(parse(COMMANDS[command], typed.split(), environ={}), lambda line: None))
     assert {name: values[name] for name in expected} == expected

@@ -18,5 +18,5 @@ from openrlhf.config.urls import mask_urls
         ("./rewards/mail@home.py", "./rewards/mail@home.py"),
     ],
 )
-def test_what_may_be_secret_is_masked(given, shown):
+def test_possible_secrets_are_masked(given, shown):
     assert mask_urls(given) == shown

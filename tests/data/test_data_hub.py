@@ -28,7 +28,7 @@ def dead_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("dead_hub")
-def test_an_unreachable_hub_is_named_with_the_folder_that_was_meant(tmp_path):
+def test_an_unreachable_hub_is_named_with_the_probable_folder(tmp_path):
     make_model(tmp_path / "models" / "qwen")
     for load in (load_tokenizer, read_config):
         with pytest.raises(ConfigError) as caught:
@@ -54,7 +54,7 @@ def test_a_cached_model_loads_without_the_hub(dead_hub, tmp_path):
     assert read_config("org/model", LoadingFlags()).model_type == "llama"
 
 
-def test_a_hub_that_is_there_or_switched_off_is_no_failure(monkeypatch):
+def test_a_reachable_or_disabled_hub_is_not_a_failure(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert connection_failure(f"http://127.0.0.1:{server.getsockname()[1]}") is None
@@ -62,7 +62,7 @@ def test_a_hub_that_is_there_or_switched_off_is_no_failure(monkeypatch):
     assert hub_failure() is None
 
 
-def test_a_proxy_is_asked_in_place_of_the_hub(monkeypatch):
+def test_a_proxy_is_contacted_instead_of_the_hub(monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as proxy:

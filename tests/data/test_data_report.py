@@ -1,4 +1,4 @@
-"""What a run says about its rows: dropped, cut, and not worth training on."""
+"""Reports about rows: dropped, truncated, or not worth training on."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_every_run_shows_its_first_row(load, capsys):
     assert first in capsys.readouterr().err
 
 
-def test_pairs_say_that_their_prompts_are_unused_and_responses_empty(load, capsys):
+def test_unused_prompts_and_empty_responses_of_pairs_are_reported(load, capsys):
     pairs = [{"prompt": "one", "chosen": "two", "rejected": ""}, {"prompt": "one", "chosen": "two", "rejected": "six"}]
     load(pairs, DPOConfig, fields=PairFlags())
     stderr = capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_template_without_eos_is_reported(load, capsys):
         (RewardFlags(agent_func_path="agent.py", reward_pretrain="./reward"), True),
     ],
 )
-def test_prompts_say_that_labels_are_empty_unless_only_models_score(rewards, warns, tmp_path, capsys):
+def test_empty_labels_are_reported_unless_only_models_score(rewards, warns, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [{"input": "one", "answer": "two"}])
     load_prompts(LocalRLConfig(prompts=PromptFlags(prompt_data=rows), rewards=rewards), word_tokenizer())
     assert ("Try: --label_key answer" in capsys.readouterr().err) == warns

@@ -18,7 +18,7 @@ PLAIN = TemplateFlags(input_template="User: {}")
 CHAT = TemplateFlags(apply_chat_template=True)
 
 
-def test_a_tokenizer_that_drops_characters_is_reported_with_what_becomes_of_the_text():
+def test_a_tokenizer_that_drops_characters_is_reported_with_the_resulting_text():
     tokenizer = character_tokenizer(["</s>", "?", " ", *"sort0123456789>:"], eos="</s>", pad="</s>")
     tokenizer.unk_token = "?"
     finding = lost_text(["User: sort 7737>", "sort 12>"], tokenizer)

@@ -27,7 +27,7 @@ def preview(records, *rows, max_len=100, num_rows=2):
     return preview_data("dataset", loaded, TOKENIZER, num_rows=num_rows, template=PLAIN)
 
 
-def test_each_kind_of_row_shows_what_the_loss_looks_at():
+def test_each_kind_of_row_shows_what_the_loss_depends_on():
     row, other = token_row("a=", "b"), token_row("a=", "c")
     (shown,) = show_row(row, TOKENIZER).sequences
     assert shown.segments == (Segment("a=", marked=False), Segment("b</s>", marked=True))

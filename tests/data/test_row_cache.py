@@ -1,4 +1,4 @@
-"""Rows from the cache are those of a run in memory: the same rows, order, reports and errors, whoever made them."""
+"""Rows from the cache are those of a run in memory: in the same order, with the same reports and errors."""
 
 import resource
 import subprocess
@@ -76,7 +76,7 @@ def caching(monkeypatch):
 
 @pytest.fixture
 def load(tmp_path, tokenizer):
-    """Return a function that loads rows of a kind from a file; without `repeat`, those that are there."""
+    """Return a function that loads rows of a kind from a file; without `repeat`, from the existing file."""
 
     def start(kind, *, repeat=1, rows=None):
         records, make = READERS[kind]
@@ -122,7 +122,7 @@ def test_rows_are_the_same_in_memory_made_for_the_cache_and_mapped_from_it(kind,
     assert cached_files(tmp_path) == [".arrow", ".json"]
     monkeypatch.setattr(row_cache, "make_parts", None)  # nothing is made again
     assert contents(made) == contents(load(kind, repeat=3)) == in_memory
-    assert in_memory[1]["dropped"]  # the reports have something to say
+    assert in_memory[1]["dropped"]  # the reports are not empty
 
 
 def test_mapped_rows_are_a_sequence_of_views(caching, load):
@@ -171,7 +171,7 @@ def test_rows_of_a_worker_that_dies_are_made_here(caching, load, monkeypatch, ca
     assert capsys.readouterr().err.count("a worker process failed (") == 1
 
 
-def test_a_dataset_in_which_hardly_a_row_fits_is_rejected_each_time(caching, load):
+def test_a_dataset_with_almost_no_fitting_rows_is_rejected_each_time(caching, load):
     rows = [ANSWERS[0]] + [{"input": "one " * 20, "output": "two"}] * 20
     for _ in range(2):
         with pytest.raises(DataError, match=r"almost no rows would remain: 20 of 21 are dropped: 20 with a prompt"):

@@ -60,7 +60,7 @@ def test_every_token_has_a_place_with_the_same_content_and_history(sequences):
         start += len(sequence)
         ends = [next(end for end in segments if end > place) for place in own]
         last = [place for place, end in zip(own, ends, strict=True) if end == ends[-1]]
-        assert last == list(range(last[0], last[-1] + 1))  # the sequence ends in a segment of its own ...
+        assert last == list(range(last[0], last[-1] + 1))  # the sequence ends in its own segment ...
         before = own[: len(own) - len(last)]
         if before:  # ... after the prefix of the segment's group
             group = next(number for number, end in enumerate(continuations[1:]) if last[0] < end)
@@ -76,7 +76,7 @@ def test_groups_share_enough_tokens_and_leave_each_sequence_one(sequences):
         assert group.saved >= LEAST_SAVING * sum(map(len, own))
 
 
-def test_samples_of_a_prompt_are_a_group_even_if_all_prompts_start_alike():
+def test_samples_of_a_prompt_are_a_group_even_if_all_prompts_start_the_same():
     one, other = [*P, *Q, 1], [*P, *Q, 2, *Q]
     samples = [[*prompt, 10 + number, 5] for prompt in (one, other) for number in range(4)]
     assert groups_of(*samples) == [(len(one), [0, 1, 2, 3]), (len(other), [4, 5, 6, 7])]

@@ -1,4 +1,4 @@
-"""The front page says the same in all languages: the same structure, commands, figures and links."""
+"""The front page has the same content in all languages: the same structure, commands, figures and links."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The short form of `make drill`: a few kills, a damaged checkpoint, a few bad inputs; and the checks of the drills."""
+"""The short version of `make drill`: a few kills, a damaged checkpoint, a few bad inputs; and checks of the drills."""
 
 import random
 import sys

@@ -83,7 +83,7 @@ QWEN4 = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
-# Fields that need a value of their own, by family.
+# Fields that need a particular value, by family.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},

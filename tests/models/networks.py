@@ -55,7 +55,7 @@ def plain_log_probs(model, row: TokenRow, temperature: float = 1.0) -> Tensor:
 
 
 def per_row(values: Tensor, batch: Batch) -> list[Tensor]:
-    """Split [rows, tokens] into one tensor per sequence, whatever the layout of the batch."""
+    """Split [rows, tokens] into one tensor per sequence, in any layout of the batch."""
     return [values[batch.sequence_ids == number] for number in range(batch.num_sequences)]
 
 

@@ -43,7 +43,7 @@ FAST: dict[str, tuple[str, set[str]]] = {
     "llama": ("packed", set()),
     "qwen3_moe": ("packed", set()),
     "gemma3_text": ("packed", set()),
-    "gemma3": ("packed", set()),  # vision beside its text decoder
+    "gemma3": ("packed", set()),  # a text decoder with a vision encoder
     "cohere": ("packed", {"reward model"}),
     "minicpm3": ("packed", set()),
     "lfm2": ("packed", {"reward model"}),
@@ -78,7 +78,7 @@ def marks(family: str) -> list[pytest.MarkDecorator]:
 @pytest.fixture(scope="module", params=[pytest.param(family, marks=marks(family)) for family in FAMILIES])
 def tiny(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    model = build(request.param, attention="eager")  # which every family has, and is exact
+    model = build(request.param, attention="eager")  # every family has it, and it is exact
     model.save_pretrained(folder)
     return Tiny(request.param, model, folder)
 

@@ -1,4 +1,4 @@
-"""Compiled code is only read from folders that other users cannot write, because PyTorch executes it."""
+"""Compiled code is only read from folders that other users cannot write to, because PyTorch executes it."""
 
 import os
 import tempfile

@@ -14,7 +14,7 @@ from openrlhf.models.liger import uses_liger
 from tests.tiny import make_model
 
 ROOT = Path(__file__).parents[2]
-# In a process of its own: Liger replaces rotary embeddings for all models of a family in the process.
+# In a separate process: Liger replaces rotary embeddings for all models of a family in the process.
 LOAD = """
 import json, sys
 import torch

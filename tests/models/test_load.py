@@ -60,7 +60,7 @@ def test_a_cpu_computes_in_fp32_and_says_so(folder, capsys):
     assert said(capsys) == []
 
 
-def test_the_attention_that_was_chosen_is_the_one_loaded(folder, capsys):
+def test_the_chosen_attention_is_loaded(folder, capsys):
     assert load(folder).config._attn_implementation == "sdpa"
     assert load(folder, packing=True).config._attn_implementation == SEGMENTED
     assert load(folder, attn_implementation="eager").config._attn_implementation == "eager"

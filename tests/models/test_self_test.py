@@ -291,7 +291,7 @@ total_of = use_kernel_func_from_hub_with_fallback("fsum", "math")(plus_one)
 
 
 def test_reference_kernels_replace_packages_within_a_context():
-    assert list(kernel_functions(Layered)) == []  # asked of the class, whose type is not defined here
+    assert list(kernel_functions(Layered)) == []  # empty for the class itself, whose type is defined elsewhere
     model = object.__new__(Layered)
     assert list(kernel_functions(model)) == ["total_of"]
     assert total_of([1, 2]) == 3.0

@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "granite", "mixtral")
 
 
 def make_rows():
-    """Rows of two prompts and one of its own; tokens of the prompts are targets, too."""
+    """Rows of two shared prompts and one separate prompt; prompt tokens are targets as well."""
     random = np.random.default_rng(0)
     one, other, own = (random.integers(1, VOCAB, length) for length in (20, 30, 25))
     parts = ((one, 5), (other, 9), (one, 1), (other, 4), (one, 8), (own, 3))
@@ -112,7 +112,7 @@ def test_dropout_rules_sharing_out_for_sharded_weights_too():
     assert not settled(network)
 
 
-def test_networks_that_are_compared_share_alike():
+def test_compared_networks_share_prefixes_only_together():
     policy, reference = (make_network("llama", SEGMENTED) for _ in range(2))
     policy.shares_prefixes = reference.shares_prefixes = True
     share_alike([policy, reference])

@@ -90,7 +90,7 @@ def test_attention_that_config_json_names_is_not_loaded(tmp_path):
         {"rope_parameters": {"rope_type": "no-such"}},
     ],
 )
-def test_sizes_that_make_no_model_are_one_error(changed, tmp_path):
+def test_impossible_sizes_are_one_error(changed, tmp_path):
     with pytest.raises(ConfigError, match="cannot load the model"):
         read_shape(write_config(tmp_path, **changed), ModelFlags())
 

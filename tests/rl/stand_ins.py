@@ -86,7 +86,7 @@ class NoModels:
 
 
 class RewardFunction:
-    """Workers with one reward model, which is a function of the sample."""
+    """Workers whose only reward model is a function of the sample."""
 
     def __init__(self, reward):
         self.reward = reward

@@ -53,7 +53,7 @@ class HeldEngine:
         return [Completion.of((1,), (-1.0,), "", "stop", version) for _ in requests]
 
     async def started(self, *positions):
-        """Wait until exactly these prompts run or have run, and nothing is about to start."""
+        """Wait until exactly these prompts have started, and no other is about to start."""
         for _ in range(1000):
             if sorted(self.held) == sorted(positions):
                 break

@@ -31,7 +31,7 @@ W1 = RolloutLoad(
         (replace(W1, cores=3), 1),
     ],
 )
-def test_two_engines_start_if_they_pay_and_fit(load, count):
+def test_two_engines_start_if_they_help_and_fit(load, count):
     assert automatic_count(load) == count
 
 
@@ -47,7 +47,7 @@ def config(tmp_path, models):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine with a GPU of 80 GiB, as far as the choice can see."""
+    """Make the machine appear to have a GPU of 80 GiB."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(local_engines, "shareable_memory", lambda: 80 * GIB)
     monkeypatch.setattr(local_engines, "start_mps", Clients)

@@ -78,7 +78,7 @@ def test_too_large_a_difference_is_an_error_that_names_the_sample():
         run_check(make_check(), sample(-1.0), sample(-1.5, index=3))
 
 
-def test_a_gap_in_later_turns_alone_is_one_of_tokenisation():
+def test_a_gap_in_later_turns_alone_is_blamed_on_tokenisation():
     """The trainer sees the same first turn, and another history before the second."""
     mask, log_probs = (False, True, True, False, True, True), (0.0, -1.0, -1.0, 0.0, -1.5, -0.4)
     item = make_trajectory(Prompt(0, "prompt", (1,)), (1, 2, 2, 3, 2, 2), mask, log_probs)
@@ -86,7 +86,7 @@ def test_a_gap_in_later_turns_alone_is_one_of_tokenisation():
         run_check(make_check(), item, item)
 
 
-def test_a_gap_is_explained_only_by_a_trace():
+def test_a_gap_without_a_known_symptom_has_an_unknown_cause():
     """All tokens of the engine are less likely, at any temperature."""
     with pytest.raises(RolloutError, match="Likely cause: unknown"):
         run_check(make_check(), sample(-1.5), sample(-1.5, length=9))

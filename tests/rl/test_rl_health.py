@@ -43,7 +43,7 @@ def after_healthy(count=30, **fault):
 
 FAULTS = {
     "no signal": ({"reward": 0.0, "reward_std": 0.0, "equal_groups": 1.0}, "every sample got the reward 0, so there"),
-    "no signal above the mean": (  # a sample got more before, so this is no success
+    "no signal above the mean": (  # an earlier sample got more, so this is not a success
         {"reward": 0.5, "reward_std": 0.0, "reward_max": 0.5, "equal_groups": 1.0},
         "every sample got the reward 0.5, so there",
     ),
@@ -60,7 +60,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_gives_one_line_with_advice_and_only_if_it_stays(fault):
+def test_each_fault_gives_one_line_with_advice_and_only_if_it_persists(fault):
     numbers, expected = FAULTS[fault]
     (line,) = watch(after_healthy(**numbers))
     assert line.startswith(f"step {30 + IN_A_ROW}: for {IN_A_ROW} steps in a row, ")
@@ -94,7 +94,7 @@ def test_an_exact_task_that_is_learned_may_lower_the_entropy():
     assert watch(steps) == []
 
 
-def test_a_leap_of_the_gradient_norm_is_reported_once():
+def test_a_jump_in_the_gradient_norm_is_reported_once():
     steps = [replace(HEALTHY, policy_norm=1.0 + step % 3, critic_norm=0.5) for step in range(30)]
     spikes = [replace(HEALTHY, policy_norm=200.0)] * 2
     (line,) = watch([*steps, *spikes])

@@ -1,6 +1,6 @@
 """Faults that raise nothing and only make a run worse: each is injected into real components, and must be reported.
 
-Two more have tests of their own: templates that rewrite the history (tests/agents/test_openai_agent.py) and reward
+Two more have separate tests: templates that rewrite the history (tests/agents/test_openai_agent.py) and reward
 models with another tokenizer (tests/rl/test_reward_models.py).
 """
 

@@ -232,7 +232,7 @@ def test_the_channel_listens_on_its_own_address_only():
 
 
 def test_torch_cannot_read_the_channel_as_a_store():
-    """A store would show its keys, among them those with which to join."""
+    """A store would reveal its keys, including those needed to join."""
     sender = make_sender(1)
     with pytest.raises(dist.DistError):
         dist.TCPStore("127.0.0.1", sender.channel.port, is_master=False, timeout=timedelta(seconds=1)).num_keys()
@@ -248,8 +248,8 @@ def heard(connection):
     return found
 
 
-def test_strangers_are_refused_and_the_transfer_goes_on():
-    """One knows a wrong secret, one sends garbage, one says nothing, and one repeats what a receiver said."""
+def test_unauthenticated_clients_are_rejected_and_the_transfer_continues():
+    """One has a wrong secret, one sends garbage, one sends nothing, and one replays a receiver's messages."""
     sender = make_sender(1)
     with pytest.raises(RolloutError, match="did not accept receiver 0: the other end closed the connection"):
         next(iter(IncomingWeights(replace(sender.channel, secret=b"guessed"), 0, 1)))
@@ -270,7 +270,7 @@ def test_strangers_are_refused_and_the_transfer_goes_on():
     sender.close()
 
 
-def test_silent_strangers_do_not_block_receivers(monkeypatch):
+def test_silent_clients_do_not_block_receivers(monkeypatch):
     monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 10 * PATIENT)
     sender = make_sender(1)
     with ExitStack() as stack, receivers(1) as pairs:
@@ -299,7 +299,7 @@ def test_many_receivers_join_at_the_same_time():
     sender.close()
 
 
-def test_a_receiver_refuses_a_sender_without_the_secret():
+def test_a_receiver_rejects_a_sender_without_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def impersonate():

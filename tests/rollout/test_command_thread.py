@@ -157,7 +157,7 @@ def test_an_engine_that_cannot_be_built_raises_immediately():
 
 @pytest.mark.parametrize("steps", [7, 1000])
 def test_an_engine_without_progress_fails_all_callers_and_can_be_closed(steps):
-    """Seven steps left: the step never returns. A thousand: steps return, and nothing comes of them."""
+    """With seven steps left, the step never returns; with a thousand, steps return without progress."""
 
     async def run():
         counter = Counter(timeout=0.3)

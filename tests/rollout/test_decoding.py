@@ -55,8 +55,8 @@ def assert_own(network, asked, made, tolerance=2e-4):
         ("granitemoehybrid", ContinuousBatching, GROUPED),
         ("falcon_h1", ContinuousBatching, GROUPED),  # both in one layer
         ("mamba2", ContinuousBatching, "eager"),  # no attention
-        ("deepseek_v32", ContinuousBatching, "sdpa"),  # sparse attention with keys of its own
-        ("minimax", OwnCaches, GROUPED),  # a cache of its own
+        ("deepseek_v32", ContinuousBatching, "sdpa"),  # sparse attention with its own keys
+        ("minimax", OwnCaches, GROUPED),  # a cache class of the family
         ("rwkv", OwnCaches, "eager"),  # a state that is wrong for more than one row
         ("openai-gpt", Uncached, None),
     ],

@@ -54,7 +54,7 @@ def with_engines(scenario, **settings):
     assert not any(process.is_running() for process in processes)
 
 
-def test_answers_and_errors_return_as_they_are(capfd):
+def test_answers_and_errors_are_returned_unchanged(capfd):
     async def scenario(group):
         process = group.engines[0].process
         answers = await group.generate([request(ECHO, 7), request(ECHO, 8)])
@@ -123,7 +123,7 @@ def test_a_dead_engine_is_restarted_and_its_requests_are_generated_again(capfd):
     assert "died: killed by SIGKILL; restarting the engine" in capfd.readouterr().err
 
 
-def test_a_death_costs_only_the_unfinished_requests_of_its_engine():
+def test_a_death_loses_only_the_unfinished_requests_of_its_engine():
     """Answers arrive one by one, so those that an engine has given before its death are not generated again."""
 
     async def scenario(group):
@@ -204,7 +204,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error(capfd):
     assert "unexpected error in engine 0" in capfd.readouterr().err
 
 
-def test_cancelled_callers_do_not_wait_for_answers_that_nobody_reads():
+def test_cancelled_callers_do_not_wait_for_answers_that_are_never_read():
     """Ctrl-C cancels all tasks at once, also those that read the engines' answers."""
 
     async def run():

@@ -102,7 +102,7 @@ def run(scenario, sync):
     asyncio.run(main())
 
 
-def test_a_replaced_engine_is_served_alone():
+def test_a_replacement_engine_receives_weights_alone():
     healthy, dies, new = Engine(), Engine({"submit"}), Engine()
     sync = make_sync(dies, healthy, spares=[new])
 

@@ -1,6 +1,6 @@
 """vLLM loads a model at a revision of its hub.
 
-The test has a file of its own: vLLM keeps one set of process groups per process.
+The test has its own file, because vLLM keeps one set of process groups per process.
 """
 
 import asyncio

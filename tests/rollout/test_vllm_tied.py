@@ -1,6 +1,6 @@
 """An output head that is the embedding: its weights are sent once and take effect in both places.
 
-These tests share one engine, so they have a file of their own: vLLM keeps one set of process groups per process.
+These tests share one engine in their own file, because vLLM keeps one set of process groups per process.
 """
 
 import pytest

@@ -45,7 +45,7 @@ def build(
 
 
 async def begun(engine):
-    """Start a long request, and return its task once some of its tokens exist: a short request beside it has ended."""
+    """Start a long request, and return its task once it has some tokens, because a short request has ended."""
     task = asyncio.create_task(engine.generate([LONG]))
     await asyncio.sleep(0)  # post it before the short request
     await engine.generate([SHORT])

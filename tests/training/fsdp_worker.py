@@ -128,7 +128,7 @@ class Worker:
         return results
 
     def compiled(self) -> dict[str, Any]:
-        """Train a compiled layer for one step; tracing takes seconds for each layer."""
+        """Train a compiled layer for one step; tracing takes seconds per layer."""
         compilation.COMPILER = "eager"
         backend = self.build("shallow", ShardingFlags(deepcompile=True))
         backend.unchecked_steps = 0  # a pass without gradients would be traced again

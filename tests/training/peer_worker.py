@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
         except (ValueError, AttributeError) as error:  # the old code failed only after it had run the peer's code
             report["error"] = type(error).__name__
     else:
-        with suppress(pickle.UnpicklingError):  # the answer of the first process is no pickle
+        with suppress(pickle.UnpicklingError):  # the answer of the first process is not a pickle
             dist.all_gather_object([None, None], Attack(folder))
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Folders of checkpoints and models appear complete or not at all, also if several processes write them."""
+"""Folders of checkpoints and models appear complete or not at all, even if several processes write them."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ class OneProcess(Ranks):
 
 
 class SecondRank(OneProcess):
-    """Process 1 of two; process 0 tells it numbers, and always that everything went well."""
+    """Process 1 of two; process 0 sends it numbers, and always reports success."""
 
     process = 1
     num_processes = 2

@@ -18,7 +18,7 @@ CASES = {"train_dpo": (PAIRS, pairs(42), "loss"), "train_kto": (ANSWERS, verdict
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_preferences_are_learned_as_with_a_reference_of_its_own(command, tmp_path, train, models):
+def test_preferences_are_learned_as_with_a_separate_reference(command, tmp_path, train, models):
     flags, rows, loss = CASES[command]
     flags = flags | dataset_flags(tmp_path, rows, rows[:9]) | LORA | {"eval_split": "train"}
     shutil.copytree(models(), tmp_path / "copy")
@@ -29,7 +29,7 @@ def test_preferences_are_learned_as_with_a_reference_of_its_own(command, tmp_pat
 
 
 @pytest.mark.slow(seconds=3)
-def test_the_kl_of_rl_is_that_to_a_reference_of_its_own(tmp_path, models):
+def test_the_kl_of_rl_equals_that_to_a_separate_reference(tmp_path, models):
     shutil.copytree(models(), tmp_path / "copy")
 
     def kl(name, **flags):

@@ -303,7 +303,7 @@ for step in (4, 4, 6):  # one folder is replaced, and one rotated away
 
 @pytest.mark.slow(seconds=6)
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_no_remains(tmp_path, capsys):
-    """Kill a writer at each of its file operations in turn, until it gets to its end."""
+    """Kill a writer at each of its file operations in turn, until it finishes."""
     original = save(tmp_path / "original", 2, content="w" * 100)
     shutil.copytree(original.parent, tmp_path / "whole")
     for last in range(1, 1000):

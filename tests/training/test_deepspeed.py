@@ -1,4 +1,4 @@
-"""Two processes under DeepSpeed train like one, whatever is sharded. deepspeed_worker.py runs all cases once."""
+"""Two processes under DeepSpeed train like one, with any kind of sharding. deepspeed_worker.py runs all cases once."""
 
 from __future__ import annotations
 

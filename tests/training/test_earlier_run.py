@@ -18,7 +18,7 @@ def lines(*steps):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """The folder of a run of three steps; rollouts/ has another file, too."""
+    """The folder of a run of three steps; rollouts/ also has another file."""
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "metrics.jsonl").write_text(lines(1, 2, 3))
     (tmp_path / "config.json").write_text("{}")

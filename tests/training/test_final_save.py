@@ -1,4 +1,4 @@
-"""A finished model is saved somewhere, whatever the disk of --save_path does."""
+"""A finished model is saved somewhere, even if the disk of --save_path fails."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def test_a_model_is_saved_in_its_folder(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_sends_the_model_to_the_checkpoints(tmp_path, capsys):
+def test_on_a_full_disk_the_model_is_saved_with_the_checkpoints(tmp_path, capsys):
     saving, _ = save(tmp_path, lambda aside, attempt: aside.parent == tmp_path)
     assert names(tmp_path) == ["ckpt/model/config.json"]
     assert "could not be saved in" in capsys.readouterr().err
@@ -70,7 +70,7 @@ def test_a_run_waits_for_room(tmp_path, capsys):
     assert "could not be saved anywhere: No space left on device. Make room for it in" in capsys.readouterr().err
 
 
-def test_the_wait_has_an_end(tmp_path):
+def test_the_wait_is_limited(tmp_path):
     with pytest.raises(DiskError, match=r"the trained model could not be saved in .*: No space left on device"):
         save(tmp_path, lambda aside, attempt: True)
     assert names(tmp_path) == []
@@ -142,7 +142,7 @@ def test_files_that_another_machine_wrote_to_its_own_disk_do_not_count(tmp_path)
     assert saving.saved == tmp_path / "ckpt" / "model"
 
 
-def test_other_errors_are_not_the_disks(tmp_path):
+def test_other_errors_are_not_disk_errors(tmp_path):
     saving = FinalSave(tmp_path / "out", tmp_path / "model")
 
     def fail():

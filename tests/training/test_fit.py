@@ -126,7 +126,7 @@ def test_evaluation_follows_its_interval_and_the_last_step(eval_every, expected,
 
 
 def test_evaluation_covers_all_rows_and_does_not_change_training(fit):
-    """Nine rows in chunks of four: the result is the mean over all tokens, whatever the chunks."""
+    """Nine rows in chunks of four: the result is the mean over all tokens, regardless of the chunks."""
     held_out = rows(9, seed=1)
     run = fit(rows(4), held_out=held_out)
     before = weights(run)

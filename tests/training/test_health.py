@@ -1,4 +1,4 @@
-"""Warnings of supervised training: a leap of the gradient norm, and a loss that does not fall."""
+"""Warnings of supervised training: a spike of the gradient norm, and a loss that does not fall."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_norms_of_the_first_steps_and_of_skipped_steps_are_not_judged():
         assert watch_.check(1, norm) == []
 
 
-def test_norms_that_grow_when_learning_begins_are_not_a_leap():
+def test_norms_that_grow_when_learning_begins_are_not_a_spike():
     """A reward model's first steps: the norm grows from 0.1 to 15 within ten steps."""
     watch_ = NormWatch(clipped=True)
     for norm in [*[0.1] * 20, 0.25, 0.6, 2.1, 5.8, 6.0, 15.7]:
@@ -71,7 +71,7 @@ def test_a_healthy_run_gives_no_warning_and_logs_its_speed(tmp_path, train, caps
     assert text.count('"timing/tokens_per_second"') == text.count('"timing/step_total"') == 32
 
 
-def test_a_run_that_does_not_learn_is_told_so(tmp_path, train, capsys, monkeypatch):
+def test_a_run_that_does_not_learn_is_reported(tmp_path, train, capsys, monkeypatch):
     monkeypatch.setattr("openrlhf.training.health.WINDOW", 8)
     files = dataset_flags(tmp_path, answers(4), answers(4))  # every step trains on the same rows
     train("train_sft", **ANSWERS, **files, max_epochs=16, train_batch_size=4, learning_rate=0.0)

@@ -207,7 +207,7 @@ def test_evaluating_changes_nothing(folder):
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
-    """A model as wide as the blocks of 4-bit weights, so that bitsandbytes has a kernel for it."""
+    """A model as wide as a block of 4-bit weights, so that bitsandbytes has a kernel for it."""
     return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128)
 
 

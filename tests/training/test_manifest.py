@@ -32,7 +32,7 @@ def test_a_whole_folder_has_no_damage_and_may_grow(folder):
 
 
 @pytest.mark.parametrize("place", [0, 99, 100, 749])
-def test_every_bit_counts(place, folder):
+def test_every_flipped_bit_is_detected(place, folder):
     content = bytearray((folder / "large").read_bytes())
     content[place] ^= 1
     (folder / "large").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Before a run: what cannot fit is rejected, what is tight is reported. During it: a full device is explained."""
+"""A run that cannot fit is rejected, a tight one is reported, and a device that fills up during a run is explained."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_the_card_of_a_run_is_complete(train, tmp_path, models, capsys):
     assert card.data.tags == ["openrlhf", "sft"]
     assert card.data.license == "other"
     assert "Fill in `license`" in card.text
-    assert "base_model" not in card.data.to_dict()  # a folder is no name on a hub
+    assert "base_model" not in card.data.to_dict()  # a folder is not a hub name
     assert "datasets" not in card.data.to_dict()
     assert f"`{models()}`" in card.text
     assert "32 rows" in card.text
@@ -156,7 +156,7 @@ def config_of(command, **flags):
         (None, "", "with the chat template, but this run prompts it with the input template '{}'. Try: --apply_chat"),
     ],
 )
-def test_a_run_that_prompts_a_model_differently_from_its_training_is_told_so(template, flags, told, tmp_path, capsys):
+def test_a_run_that_prompts_a_model_differently_from_its_training_is_warned(template, flags, told, tmp_path, capsys):
     form = PromptFormat(chat=template is None, input_template=template)
     ModelCard(f"---\n{yaml.safe_dump({'prompt_format': form.metadata()})}---\n# model\n").save(tmp_path / "README.md")
     argv = ["--pretrain", str(tmp_path), *shlex.split(flags)]
@@ -201,7 +201,7 @@ def test_a_template_that_was_switched_off_is_part_of_the_command():
     assert "--input_template ''" in reproduction(config)
 
 
-def test_a_card_that_cannot_be_made_costs_a_line_not_the_model(tmp_path, capfd):
+def test_a_card_that_cannot_be_made_is_reported_and_the_model_is_saved(tmp_path, capfd):
     def make():
         raise KeyError("something")
 

@@ -1,4 +1,4 @@
-"""What the processes of a launch let in: where they listen, and what they do with the bytes of their peers."""
+"""What the processes of a launch accept: where they listen, and how they treat bytes from their peers."""
 
 import json
 import socket

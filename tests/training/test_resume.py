@@ -394,7 +394,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 @pytest.mark.slow(seconds=30)
 def test_a_full_disk_at_the_end_never_loses_the_model(tmp_path, case):
-    """No folder has room for the model; then somebody makes room."""
+    """No folder has room for the model until someone makes some."""
     command, flags = case("dpo", "late", max_steps=1, save_steps=-1)
     limit = str((Path(flags["pretrain"]) / "model.safetensors").stat().st_size // 2)
     words = [sys.executable, "-c", WITH_SMALL_FILES, limit, "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
@@ -428,7 +428,7 @@ def test_a_resumed_run_cannot_train_on_rows_that_were_held_out(change, complaint
     assert complaint in capsys.readouterr().err
 
 
-def test_a_resumed_run_cannot_begin_to_hold_out_rows(tmp_path, case, capsys):
+def test_a_resumed_run_cannot_start_holding_out_rows(tmp_path, case, capsys):
     finish(tmp_path, *case("dpo", "first", eval_size=None, save_steps=1, max_steps=1))
     with pytest.raises(SystemExit):
         run_command(*case("dpo", "first", load_checkpoint=True))

@@ -101,7 +101,7 @@ def test_revisions_belong_to_the_hub_names_in_order(tmp_path):
 
 @pytest.mark.usefixtures("hub")
 def test_another_cached_version_does_not_replace_a_revision(tmp_path):
-    """`datasets` falls back to the newest version that it has prepared before, whatever revision is asked for."""
+    """`datasets` falls back to the newest version that it prepared earlier, regardless of the requested revision."""
     prepared = tmp_path / "datasets" / "org___data" / "default" / "0.0.0" / SECOND
     table = datasets.Dataset.from_list([{"text": "another version"}])
     splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=1, dataset_name="data")})

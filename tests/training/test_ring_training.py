@@ -1,4 +1,4 @@
-"""Four processes with ring attention train like one process, whatever else is sharded."""
+"""Four processes with ring attention train like one process, with any other kind of sharding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every supervised command, from its command line to a trained model that plain Transformers loads.
 
-The comment beside each bound on learning gives the range over six seeds (--seed).
+The comment next to each bound on learning gives the range over six seeds (--seed).
 """
 
 import math

@@ -42,7 +42,7 @@ def test_a_step_by_hand():
     assert step_flops(sizes, StepSize(tokens=30, pairs=250, targets=12)) == 180_000 + 14_400 + 150_000
 
 
-def test_frozen_matrices_need_no_gradient_of_their_own():
+def test_frozen_matrices_need_no_weight_gradient():
     sizes = MatrixSizes(trained=10, frozen=1000, trained_head=0, frozen_head=200, attention=0)
     assert step_flops(sizes, StepSize(tokens=30, pairs=450, targets=12)) == 6 * 10 * 30 + 4 * 1000 * 30 + 4 * 200 * 12
 
@@ -94,7 +94,7 @@ def test_the_count_agrees_with_that_of_pytorch():
 def test_padding_does_not_count(packing):
     batch = collate([row_of(5), row_of(2), row_of(9)], packing=packing, pad_id=0)
     step = StepSize.of(Network(make_decoder()), batch)
-    assert step == (16, (25 + 4 + 81) / 2, 4 + 1 + 8)  # the first token of a sequence is no target
+    assert step == (16, (25 + 4 + 81) / 2, 4 + 1 + 8)  # the first token of a sequence is not a target
 
 
 def test_a_prompt_that_is_computed_once_counts_once():

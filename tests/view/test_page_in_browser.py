@@ -22,14 +22,14 @@ from tests.view.test_view_server import serving
 # None: the one that `playwright install` gets
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-WAIT = 20_000  # milliseconds: only a page that hangs takes so long
+WAIT = 20_000  # milliseconds; only a hanging page takes this long
 
 pytestmark = pytest.mark.slow(seconds=1)  # each; `make check` needs no browser
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, with a temporary folder of its own: it puts a socket there, whose path has at most 107 bytes."""
+    """Chromium, with its own temporary folder: it puts a socket there, whose path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="or", dir="/tmp") as folder, sync_playwright() as playwright:
         environ = os.environ | {"TMPDIR": folder}
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, env=environ)
@@ -39,7 +39,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, agent_run):
-    """Runs by hand, one of them with hostile texts in every place, and a real one with two turns."""
+    """Hand-made runs, one with hostile text in every place, and a real run with two turns."""
     folder = tmp_path_factory.mktemp("made")
     grpo = make_run(folder / "grpo", flags={"learning_rate": 1e-3, "seed": 1})
     write_step(grpo, 4, [record(4, 8, HOSTILE, reward=0.9, prompt="<script>prompt()</script>")])

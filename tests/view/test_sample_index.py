@@ -1,4 +1,4 @@
-"""The index of samples: what it finds, what it reads again, and how much work that is."""
+"""The index of samples: its results, what it reads again, and the cost."""
 
 import json
 import sqlite3
@@ -93,7 +93,7 @@ def test_samples_of_other_runs_are_not_found(indexed):
         ("shortest", lambda row: row.length),
     ],
 )
-def test_orders(indexed, order, key):
+def test_samples_are_sorted(indexed, order, key):
     keys = [key(row) for row in find(indexed, order=order).rows]
     assert keys == sorted(keys)
 
@@ -223,7 +223,7 @@ def test_without_a_tokenizer_on_this_machine_there_are_no_texts(tmp_path):
 
 
 @pytest.mark.slow(seconds=5)
-def test_100000_samples_are_read_once_and_asked_for_through_indexes(index, tmp_path, monkeypatch):
+def test_100000_samples_are_read_once_and_queried_through_indexes(index, tmp_path, monkeypatch):
     line = json.dumps(record(1, 0, "a b"))
     folder = tmp_path / "rollouts"
     folder.mkdir()

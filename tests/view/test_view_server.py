@@ -177,7 +177,7 @@ def test_only_get_is_served(address, method):
         f"/api/samples?run={10**30}",
     ],
 )
-def test_what_does_not_exist_is_not_found(address, path):
+def test_missing_items_are_not_found(address, path):
     assert status(address, path=path)[0] == 404
 
 
