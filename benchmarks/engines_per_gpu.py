@@ -159,7 +159,7 @@ def main() -> None:
         folder = (args.folder or Path(temporary)).resolve()
         files = [sys.executable, str(Path(__file__).with_name("workload_files.py")), args.workload, "--steps", "1"]
         files += ["--folder", str(folder), *(["--tiny"] if args.tiny else [])]
-        subprocess.run(files, check=True)  # in a process of its own, which then frees the GPU
+        subprocess.run(files, check=True)  # in a separate process, which then frees the GPU
         task = Task(workload, folder, 1, args.tiny, args.memory, ["--vllm_num_engines", "1"])
         asyncio.run(measure(prepare("train_ppo_ray", flags(task)), workload, folder, args))
     if peak.gib is not None:

@@ -1,4 +1,4 @@
-"""Run a coroutine from synchronous code, also in a notebook.
+"""Run a coroutine from synchronous code, even in a notebook.
 
 A notebook runs its cells on an event loop, and Python refuses to run a second loop in the same thread. `run_async` then
 runs the coroutine in a separate thread, and the calling thread waits. Ctrl-C works as elsewhere: the first one ends a

@@ -50,7 +50,7 @@ def say(line: str) -> None:
 
 def prints_into_notebook() -> bool:
     """Return whether stderr is the output of a notebook's cell, which can overwrite a line as a terminal can."""
-    streams = sys.modules.get("ipykernel.iostream")  # tools import it outside a notebook, too
+    streams = sys.modules.get("ipykernel.iostream")  # tools import it even outside a notebook
     return streams is not None and isinstance(sys.stderr, streams.OutStream)
 
 

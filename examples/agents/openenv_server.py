@@ -2,7 +2,7 @@
 
     python examples/agents/openenv_server.py --port 8000
 
-`openenv_game.py`, beside this file, trains a policy on it. The server may run on another machine or in a container.
+`openenv_game.py`, next to this file, trains a policy on it. The server may run on another machine or in a container.
 """
 
 import argparse

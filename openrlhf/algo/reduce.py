@@ -93,7 +93,7 @@ def decode_metrics(text: bytes) -> Metrics:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` in fp32, zero outside the mask; a multiplication would propagate NaNs, also in gradients."""
+    """Return `values` in fp32, zero outside the mask; a multiplication would propagate NaNs, even into gradients."""
     return torch.where(mask.bool(), values.float(), 0.0)
 
 

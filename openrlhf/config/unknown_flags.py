@@ -16,7 +16,7 @@ from openrlhf.errors import ConfigError, listed
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 ALL_FLAGS = "--help all for all flags"
-MANY = 3  # answers that are listed in lines of their own
+MANY = 3  # answers that get their own lines
 NEARLY = 0.15  # also suggest names whose similarity (0 to 1) is at most this much below the best
 
 

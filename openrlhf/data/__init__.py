@@ -6,7 +6,7 @@
     tokens                 text as token ids with a mask                -> TokenRow
     sft, preference,       all rows of a command; invalid rows raise,   -> rows of one kind
     process, prompts       unusable ones are dropped and counted
-    report, findings       dropped and cut rows, likely mistakes        -> DataReport, beside the rows
+    report, findings       dropped and cut rows, likely mistakes        -> DataReport, with the rows
     preview, preview_text  rows as the model sees them                  -> Preview, and its text
     collate                rows of one micro-batch, padded or packed    -> Batch
 

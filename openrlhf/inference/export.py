@@ -176,7 +176,7 @@ def save_as_gguf(config: ExportConfig, folder: Path, weights: GGUFType) -> None:
 
 
 def prompt_format(config: ExportConfig, source: SourceModel) -> PromptFormat | None:
-    """Return how the model is prompted: as the flag says, as in training, or by its chat template if it has one."""
+    """Return how the model is prompted: by the flag, as in training, or with its chat template if it has one."""
     if config.export.input_template is not None:
         return PromptFormat(input_template=config.export.input_template or None)
     trained = trained_format(source.name)

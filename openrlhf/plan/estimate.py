@@ -181,7 +181,7 @@ def in_generation(here: GroupPlaces) -> list[Term]:
 
 
 def in_experience(here: GroupPlaces) -> list[Term]:
-    """Models score one after the other; the critic's or the policy's states may be on the device meanwhile."""
+    """Models score one after the other; the critic's or the policy's states may be on the device at the same time."""
     scored = [p for p in here.trained if p.model.role == "critic" or here.work.scores_policy]
     options: list[list[Term]] = [[*awake(here, place), *forward_terms(place)] for place in scored]
     for place in here.frozen:

@@ -41,7 +41,7 @@ class DistributedBackend(TrainBackend):
         try:
             if self.process == 0:
                 save_model(self.network, folder, weights)
-        finally:  # also after a failure, because the caller may retry in another folder
+        finally:  # even after a failure, because the caller may retry in another folder
             self.barrier()
 
     def any_process(self, condition: bool) -> bool:

@@ -75,7 +75,7 @@ class Fit(Generic[Row, Collated, Prepared]):
     monitor: Monitor = field(default_factory=Monitor)
     export: Callable[[Path], None] | None = None  # writes a model folder, for --save_hf_ckpt
     summarise: Summary = values_of  # turns evaluation metrics into the values to log
-    on_evaluated: Evaluated | None = None  # called with those values, also when a checkpoint restores them
+    on_evaluated: Evaluated | None = None  # called with those values, even if a checkpoint restored them
     last_evaluation: Mapping[str, float] = field(default_factory=dict)
     last_step: int = 0  # number of steps trained, including those before a resume
     run_id: str = field(default_factory=checkpoint.new_run_id)  # a resumed run keeps the id of its checkpoint

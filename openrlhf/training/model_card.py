@@ -227,7 +227,7 @@ def facts_of_run(config: TrainingConfig, outcome: Outcome, base: str) -> dict[st
 
 
 def evaluation_text(config: TrainingConfig, outcome: Outcome, unit: str) -> str:
-    """Return how many rows the run was evaluated on, and where they come from if they have no flag of their own."""
+    """Return how many rows the run was evaluated on, and where they come from if no flag names them."""
     size = flag_values(config)["eval_size"]
     held_out = "" if size is None else f" held out of the data above by `--eval_size {size:.10g}`"
     return counted(outcome.eval_rows, unit) + held_out

@@ -244,7 +244,7 @@ def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     if master.grad is None:
         master.grad = gradient.to(torch.float32)
     else:
-        master.grad.add_(gradient)  # also from bf16, without an fp32 copy
+        master.grad.add_(gradient)  # even from bf16, without an fp32 copy
     parameter.grad = None
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism under FSDP: adjacent processes divide the matrices of each layer, as the model's own plan says.
+"""Tensor parallelism under FSDP: adjacent processes divide the matrices of each layer, following the model's own plan.
 
 Transformers has a plan for most families, such as `layers.*.self_attn.q_proj: colwise`. A column-wise matrix gives each
 process some of the outputs (attention heads), and the row-wise matrix after it takes them as inputs and adds up the

@@ -101,7 +101,7 @@ class SampleRecords:
                 status = path.stat()
             except OSError:  # a new run has just moved it, or it is a link that leads nowhere
                 continue
-            if stat.S_ISFIFO(status.st_mode) or stat.S_ISCHR(status.st_mode):  # reading would wait, or never end
+            if stat.S_ISFIFO(status.st_mode) or stat.S_ISCHR(status.st_mode):  # reading it would block, or never end
                 continue
             found.append(RecordFile(path.name, str(status.st_ino), status.st_size))
         return found

@@ -137,7 +137,7 @@ STARTERS = {
     ),
 }
 
-# By name: the choices of --task. Each task saves to a folder of its own.
+# By name: the choices of --task. Each task saves to its own folder.
 TASKS: Mapping[str, Starter] = {
     name: replace(starter, values={**starter.values, "save_path": f"./runs/{name}"})
     for name, starter in STARTERS.items()

@@ -18,7 +18,7 @@ from openrlhf.errors import OpenRLHFError, counted
 
 
 def run(config: DoctorConfig) -> None:
-    """Print the report; raise if something is broken that every run needs."""
+    """Print the report; raise if something that every run needs is broken."""
     findings = examine(online=config.report.online)
     as_json = json.dumps([asdict(one) for one in findings], indent=2)
     sys.stdout.write(f"{as_json if config.report.json else render(findings)}\n")

@@ -1,8 +1,9 @@
 """The model families that can be written as GGUF: their hyperparameters and their tensors in the names of llama.cpp.
 
 Each family is one row of `FAMILIES`. Names of tensors come from the table of the `gguf` package; the rows add two facts
-that names do not tell: whether the rotary dimensions of queries and keys are interleaved, and the number added to norm
-weights. A family that is not in the table is rejected, because a wrong file would load and then generate nonsense.
+that the names do not contain: whether the rotary dimensions of queries and keys are interleaved, and the number added
+to norm weights. A family that is not in the table is rejected, because a wrong file would load and then generate
+nonsense.
 """
 
 from __future__ import annotations
