@@ -1,4 +1,4 @@
-"""Synchronous code runs coroutines while an event loop is running; Ctrl-C during such a run."""
+"""Coroutines run from synchronous code while an event loop is running, and how Ctrl-C stops them."""
 
 import asyncio
 import signal

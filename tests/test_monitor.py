@@ -68,7 +68,7 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, file_size_limit, ca
     assert "metrics.jsonl lacks its last " in capsys.readouterr().err
 
 
-def test_a_sink_that_fails_is_dropped_with_a_line(capsys):
+def test_a_failing_sink_is_dropped_with_a_message(capsys):
     class FullSink:
         def log(self, kind, step, values):
             raise OSError(28, "No space left on device")

@@ -60,7 +60,7 @@ DROPPED = [  # command, given flags, the printed line
 
 
 @pytest.mark.parametrize(("command", "typed", "line"), DROPPED, ids=lambda item: str(item).split()[0])
-def test_a_flag_without_meaning_is_dropped_with_one_line(command, typed, line, capsys):
+def test_a_meaningless_flag_is_dropped_with_a_message(command, typed, line, capsys):
     assert read(command, f"--seed 7 {typed} --save_steps 3") == read(command, "--seed 7 --save_steps 3")
     said = capsys.readouterr().err
     assert line in said
@@ -120,7 +120,7 @@ def test_retired_flags_are_also_recognised_in_files(tmp_path, capsys):
     assert capsys.readouterr().err.count("has no effect") == 2
 
 
-# Arguments as upstream's pipelines pass them through a here-document: words are split, and quotes stay in them.
+# Arguments as upstream's pipelines pass them through a here-document: words are split, and quotes are kept.
 HERE_DOCUMENTS = {
     "rejection sampling, generation": (
         "batch_inference",

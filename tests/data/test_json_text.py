@@ -22,7 +22,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("text", INVALID, ids=lambda text: repr(text[:20]))
-def test_invalid_json_is_one_kind_of_error(text):
+def test_invalid_json_raises_a_single_kind_of_error(text):
     with pytest.raises(InvalidJSON) as caught:
         parse_json(text)
     assert INVALID[text] in str(caught.value)

@@ -144,7 +144,7 @@ def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     ],
     ids=["cut", "deep", "list", "rank", "pattern", "base", "task", "module"],
 )
-def test_a_hostile_adapter_config_is_one_error(text, complaint, models, tmp_path):
+def test_a_hostile_adapter_config_gives_one_error(text, complaint, models, tmp_path):
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["none"]}
     content = text if isinstance(text, str) else json.dumps(settings | text)
     (tmp_path / "adapter_config.json").write_text(content)

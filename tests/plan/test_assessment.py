@@ -38,8 +38,8 @@ def test_without_sleep_everything_is_on_the_device(plan):
 @pytest.mark.parametrize(
     ("flags", "averages"), [("--zero_stage 2", 1), ("--zero_stage 3", 1 / 2), ("--backend fsdp", 1 / 2)]
 )
-def test_shards_are_averaged_where_they_are(plan, shapes, flags, averages):
-    """16 devices on two nodes: a node averages its half, or everything if the first process does it."""
+def test_each_node_averages_its_own_shards(plan, shapes, flags, averages):
+    """With 16 devices on two nodes, a node averages its half, or everything if the first process does all of it."""
     policy = "--actor_num_nodes 2 --actor_num_gpus_per_node 8 --enable_ema --advantage_estimator reinforce"
     command = f"train_ppo_ray --runtime ray --pretrain {SMALL} --vllm_num_engines 2 --init_kl_coef 0 {policy} {flags}"
     found = plan(command, Machine(GPUS["H100"], 8, 3))

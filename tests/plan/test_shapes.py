@@ -90,12 +90,12 @@ def test_attention_that_config_json_names_is_not_loaded(tmp_path):
         {"rope_parameters": {"rope_type": "no-such"}},
     ],
 )
-def test_impossible_sizes_are_one_error(changed, tmp_path):
+def test_impossible_sizes_give_one_error(changed, tmp_path):
     with pytest.raises(ConfigError, match="cannot load the model"):
         read_shape(write_config(tmp_path, **changed), ModelFlags())
 
 
-def test_a_config_that_nests_too_deeply_is_one_error(tmp_path):
+def test_a_config_that_nests_too_deeply_gives_one_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(ConfigError, match="cannot load the model"):
         read_shape(str(tmp_path), ModelFlags())

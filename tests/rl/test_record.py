@@ -262,7 +262,7 @@ def with_column(name, values):
     ],
     ids=["empty", "cut", "no mask", "deep", "lengths", "null", "factors", "unknown token", "negative token"],
 )
-def test_a_record_that_cannot_be_replayed_is_one_error(change, complaint, tmp_path):
+def test_a_record_that_cannot_be_replayed_gives_one_error(change, complaint, tmp_path):
     """Without a check, a token of another model ends a run on a GPU with an assertion of CUDA."""
     Recorder(tmp_path, decode=str).write(1, experience(ITEM))
     file = tmp_path / "rollouts" / "step_000001.parquet"

@@ -185,7 +185,7 @@ def test_a_wrong_strategy_is_detected_in_half_precision():
     assert choose_decoding(network, [broken, right]) is right
 
 
-def test_a_skipped_check_takes_the_first_strategy():
+def test_without_the_check_the_first_strategy_is_used():
     network = Network(build("llama"), self_test=False)
     broken = Broken(network.decoder, "sdpa", fault="step")
     assert choose_decoding(network, [broken]) is broken

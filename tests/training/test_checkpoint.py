@@ -256,7 +256,7 @@ def test_latest_cannot_lead_out_of_the_folder(name, tmp_path, capsys):
     assert "latest is ignored: expected a name like global_step20, got" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_an_older_version_loads_with_a_line(tmp_path, capsys):
+def test_a_checkpoint_of_an_older_version_loads_with_a_message(tmp_path, capsys):
     folder = step_folder(tmp_path, 3)
     folder.mkdir()
     write_state(folder, {"step": 3})

@@ -113,7 +113,7 @@ def test_flags_may_name_the_same_folder(tmp_path):
         assert (tmp_path / "x" / LOCK_FILE).exists()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match=r"cannot be written: Not a directory. Try: another --save_path"),

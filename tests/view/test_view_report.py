@@ -129,7 +129,7 @@ def test_long_curves_are_thinned_out_and_keep_their_end():
     assert thin.values == [float(step) for step in thin.steps]
 
 
-def test_a_report_that_cannot_be_written_is_one_error(tmp_path):
+def test_a_report_that_cannot_be_written_gives_one_error(tmp_path):
     runs = find_runs([make_run(tmp_path / "a")])
     with pytest.raises(DiskError, match=r"cannot be written: Is a directory"):
         write_report(Path(tmp_path), runs)

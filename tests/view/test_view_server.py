@@ -1,4 +1,4 @@
-"""The served page: its answers, and what it refuses."""
+"""The served page: its answers, and the requests that it refuses."""
 
 import http.client
 import json
