@@ -55,7 +55,7 @@ def prints_into_notebook() -> bool:
 
 
 def shown_number(value: float) -> str:
-    """Return a number as people write it: four digits, and 10,040 rather than 1.004e+04."""
+    """Return a number in a readable form: four digits, and 10,040 rather than 1.004e+04."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
 

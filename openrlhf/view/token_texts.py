@@ -24,7 +24,7 @@ FLAGS = ("save_path", "pretrain")  # flags that name the run's tokenizer, by fol
 
 
 class TokenTexts:
-    """Decoder of the tokens of a run, one by one."""
+    """Decoder of a run's tokens, one at a time."""
 
     def __init__(self, run: RunFolder) -> None:
         self.tokenizer = _load(run)

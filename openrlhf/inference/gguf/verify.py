@@ -1,7 +1,7 @@
 """Check a GGUF file by reading it again: its tensors with the `gguf` package, its outputs with Transformers.
 
 Transformers reads GGUF files with its own table of names and its own inverse conversions, so equal outputs show that
-the file is right in every tensor.
+every tensor of the file is right.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def compare_logits(expected: Tensor, found: Tensor, weights: GGUFType) -> Agreem
     agreement = Agreement(difference, int((found.argmax(-1) == expected.argmax(-1)).sum()), len(expected))
     if not difference <= LOGIT_TOLERANCE[weights]:  # also true for NaN
         raise BackendError(
-            f"the GGUF file does not compute what the model computes: {agreement} (expected at most"
+            f"the GGUF file computes other logits than the model: {agreement} (expected at most"
             f" {LOGIT_TOLERANCE[weights]:.1%})",
             try_this="convert_hf_to_gguf.py of llama.cpp, and please report this model",
         )
