@@ -96,7 +96,7 @@ def compare_logits(expected: Tensor, found: Tensor, weights: GGUFType) -> Agreem
     agreement = Agreement(difference, int((found.argmax(-1) == expected.argmax(-1)).sum()), len(expected))
     if not difference <= LOGIT_TOLERANCE[weights]:  # also true for NaN
         raise BackendError(
-            f"the GGUF file computes other logits than the model: {agreement} (expected at most"
+            f"the logits of the GGUF file differ from the model's: {agreement} (expected at most"
             f" {LOGIT_TOLERANCE[weights]:.1%})",
             try_this="convert_hf_to_gguf.py of llama.cpp, and please report this model",
         )
