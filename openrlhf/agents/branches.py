@@ -38,7 +38,7 @@ def read_episode(
     if step_rewards:
         raise RolloutError(f"execute returned {len(result)} trajectories: expected one, because of --step_rewards")
     for place, item in enumerate(result):
-        if item.get("rollout_log_probs") is None:  # tokens alone do not tell which completion they are from
+        if item.get("rollout_log_probs") is None:  # tokens alone do not identify their completion
             raise RolloutError(
                 f"'rollout_log_probs' of trajectory {place} is None: expected one number for each token, because the"
                 " episode has several trajectories",

@@ -144,7 +144,7 @@ class EngineProxy:
         This may be called from the event loop of another thread; the request then runs on the worker's loop.
         """
         router, caller = self.router, current_call.get()
-        ids = [int(token) for token in prompt_token_ids]  # converts tensors and arrays, too
+        ids = [int(token) for token in prompt_token_ids]  # also converts tensors and arrays
         if asyncio.get_running_loop() is router.loop:
             caller = self.call if caller not in router.running else caller
             return await router.generate(self.call, caller, ids, sampling_params)

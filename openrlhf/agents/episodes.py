@@ -65,7 +65,7 @@ class AgentEpisodes:
         await self.pools.close()
 
     async def add_pools(self, pools: Sequence[RemotePool]) -> None:
-        """Run episodes on other nodes, too."""
+        """Also run episodes on other nodes."""
         await self.pools.add(pools)
 
     async def _run_episode(

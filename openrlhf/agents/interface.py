@@ -194,7 +194,7 @@ class EpisodeExecutor(AgentExecutorBase):
 class ResetStates(TypedDict):
     """Argument and return value of `AgentInstanceBase.reset`."""
 
-    observation: str  # the prompt; `reset` may return another text
+    observation: str  # the prompt; `reset` may return other text
     label: Any
 
 

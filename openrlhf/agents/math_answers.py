@@ -31,7 +31,7 @@ def extract_boxed_answer(solution: str | None) -> str | None:
     text = solution or ""
     starts = {match.end() for match in BOXED.finditer(text)}
     opened: list[int] = []  # start of the content of each brace that is open
-    closed: dict[int, int] = {}  # boxes, from the start to the end of their content
+    closed: dict[int, int] = {}  # start -> end of the content of each closed box
     for brace in BRACE.finditer(text):
         if brace[0] == "{":
             opened.append(brace.end())

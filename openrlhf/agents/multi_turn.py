@@ -83,7 +83,7 @@ class StepResult:
     done: bool
     score: float | None
     logs: dict[str, float] | None
-    feedback: str  # empty if the environment says nothing
+    feedback: str  # empty if the environment gives none
     sampling_params: object  # parameters of the next turn
 
 

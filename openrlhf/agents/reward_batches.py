@@ -54,7 +54,7 @@ class GroupBatches:
         loop = asyncio.get_running_loop()
         group = ReadyGroup(samples, loop.create_future())
         self.ready.append(group)
-        loop.call_soon(self._start_calls)  # by then, the other groups of this iteration are ready, too
+        loop.call_soon(self._start_calls)  # by then, the other groups of this iteration are also ready
         try:
             call, first = await group.started
             try:

@@ -66,7 +66,7 @@ class SingleTurnSamples:
         return result
 
     async def add_pools(self, pools: Sequence[RemotePool]) -> None:
-        """Run the reward function on other nodes, too."""
+        """Also run the reward function on other nodes."""
         if isinstance(self.rewards, FileRewards):
             await self.rewards.pools.add(pools)
 

@@ -156,7 +156,7 @@ def outcome_of(controller: Controller, num_prompts: int) -> Outcome:
 async def save_models(controller: Controller, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> Path:
     """Save the trained policy and, if requested, the critic; return the policy's folder.
 
-    If one of them could not be saved in its folder, the error is raised only after the other has been saved, too.
+    If one of them could not be saved in its folder, the error is raised only after the other has been saved as well.
     """
     config, workers = controller.config, controller.workers
     folder, fallback = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path) / checkpoint.MODEL

@@ -50,7 +50,7 @@ HANGING = 0.9  # share of --reward_timeout without any event after which a rewar
 
 def run(config: RLConfig | SupervisedConfig) -> None:
     """Test everything that needs no model weights, without downloading anything."""
-    if not (isinstance(config, RLConfig) and resolve_runtime(config) == "ray"):  # there, workers have the devices
+    if not (isinstance(config, RLConfig) and resolve_runtime(config) == "ray"):  # on Ray, the workers have the devices
         choose_device(config.model.device, config.sharding.local_rank)  # rejects --device cuda without a GPU
     if isinstance(config, RLConfig):
         names, critic = (config.prompts.prompt_data, config.prompts.eval_dataset), critic_model(config)

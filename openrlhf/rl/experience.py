@@ -30,7 +30,7 @@ from openrlhf.rl.samples import Batching, RolloutTokens
 from openrlhf.rl.workers import BatchScores, Workers, merge_steps
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
-CACHED_TOKENS = 2**16  # tokens of a formula that are computed at a time
+CACHED_TOKENS = 2**16  # number of tokens to compute a formula for at a time
 PADDED = Layout(packing=False, pad_id=0)  # [samples, longest of them], zero on padding
 
 

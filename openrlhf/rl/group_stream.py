@@ -15,7 +15,7 @@ With --dynamic_filtering, reward models score all groups that have finished by t
 
 By default, rollouts are cut from the accepted groups in prompt order, so their samples do not depend on which group
 finished first. With oversampling (--vllm_generate_batch_size above --rollout_batch_size), a rollout is complete as soon
-as enough groups are accepted. The surplus, finished or running, is left to the next rollout. A checkpoint stores
+as enough groups are accepted. The surplus, finished or running, is left for the next rollout. A checkpoint stores
 finished groups (`StreamState`); prompts of unfinished ones are drawn again after a resume.
 
 In lockstep, groups run in rounds: the next ones start when all others have ended, and a round is scored in one call.
@@ -106,12 +106,13 @@ class GeneratedRollouts:
         self.order, self.engine, self.executor, self.workers, self.config = order, engine, executor, workers, config
         self.state = StreamState() if state is None else state
         flags, asked = config.rollout, config.rollout.vllm_generate_batch_size
-        self.size = flags.rollout_batch_size  # groups of a rollout
+        self.size = flags.rollout_batch_size  # groups per rollout
         self.surplus = surplus_groups(config)  # groups in progress beyond those that the open rollouts need
         self.most_running = asked if asked is not None and asked < self.size else None
         self.in_rounds = generates_in_lockstep(config)  # start groups only when no other runs
-        self.aborts = self.surplus > 0 and flags.abort_stragglers  # end groups that run when their rollout is complete
-        self.max_staleness = staleness_limit(config)  # in weight versions, when a group is trained
+        # Abort the groups that are still running when their rollout is complete.
+        self.aborts = self.surplus > 0 and flags.abort_stragglers
+        self.max_staleness = staleness_limit(config)  # maximum age of a group when it is trained, in weight versions
         self.scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=self.in_rounds)
         self.next = 0  # number of the next rollout to cut
         self.last_open = -1
@@ -127,7 +128,7 @@ class GeneratedRollouts:
         return len(self.order)
 
     def open_rollouts(self, first: int, last: int) -> None:
-        """Let the rollouts from `first`, the next to be taken, to `last` begin; in rounds, only one at a time does."""
+        """Let the rollouts from `first`, the next to be taken, to `last` begin; in rounds, only one at a time."""
         if not self.in_rounds:
             self.next, self.last_open = first, last
             self._start_groups()
@@ -142,7 +143,7 @@ class GeneratedRollouts:
             self._drop_stale()
             if not self._is_full():
                 self._start_groups()
-            if self._is_full() or not self.running:  # the latter if the prompts have run out
+            if self._is_full() or not self.running:  # no groups are left if the prompts have run out
                 late = self._stragglers()
                 if not late:
                     break
@@ -196,7 +197,7 @@ class GeneratedRollouts:
     def _finish(self, position: int, ended: asyncio.Future[GroupResult]) -> None:
         """Pass the samples of a group on to scoring, or keep its error for `take`."""
         group = self.running.get(position)
-        if group is None or group.result is not ended:  # it was aborted
+        if group is None or group.result is not ended:  # the group was aborted
             return
         if ended.cancelled():  # user code cancelled it; `take` must not wait for it
             self._fail(RolloutError(f"the samples of prompt {position} were cancelled"))
@@ -266,7 +267,7 @@ class GeneratedRollouts:
         return sorted(map(position_of, accepted))[size - 1] < min(self.running)
 
     def _stragglers(self) -> list[int]:
-        """Return the positions of groups to abort: those that started for the next rollout and still run."""
+        """Return the positions of groups to abort: those that started for the next rollout and are still running."""
         if not self.aborts:
             return []
         running = self.running.items()

@@ -2,7 +2,7 @@
 
     rewards          nothing to learn: all samples of each prompt have the same reward, at its highest or not
     truncation       nearly all responses end at the length limit
-    KL               the policy writes text that the reference hardly ever would
+    KL               the policy writes text that the reference would hardly ever write
     entropy          the policy repeats itself without getting better
     gradient norm    a step is far larger than the others
 
@@ -35,7 +35,7 @@ ENTROPY_LEFT = 0.1  # share of the first entropy
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers:
-    """The numbers of one step that tell whether it was healthy; None if the step did not compute them."""
+    """The numbers of one step that show whether it was healthy; None if the step did not compute them."""
 
     step: int
     reward: float  # mean over the samples

@@ -60,7 +60,7 @@ class LocalWorkers:
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models
         score_reference = partial(models.log_probs, of_reference=True)
-        return BatchScores(  # policy last: if models sleep, it stays awake for training
+        return BatchScores(  # policy last, so that it stays awake for training if models sleep
             values=await self._run(models.values, batches) if models.critic else None,
             reference_log_probs=await self._run(score_reference, batches) if models.reference else None,
             log_probs=await self._run(models.log_probs, batches) if log_probs else None,

@@ -85,7 +85,7 @@ class Models:
     reward_models: Sequence[RewardModel] = ()
     temperature: float = 1.0  # sampling temperature, at which log-probs are computed
     sleeps: bool = False  # trained models are offloaded while idle, and at most one of them is on the device
-    average: MovingAverage | None = field(default=None, init=False)  # of the policy
+    average: MovingAverage | None = field(default=None, init=False)  # moving average of the policy
     began: dict[str, float] = field(default_factory=dict)  # progress at a model's first step, which freezing delays
     awake: TrainBackend | None = None  # if models sleep, the model on the device
 

@@ -31,7 +31,7 @@ from openrlhf.training.earlier_run import ABOUT_FILE, ROLLOUTS, STEP_FILE, step_
 from openrlhf.types import Trajectory
 
 DEFAULTS = RolloutFlags()
-MOST_LOGGED, MOST_CHARACTERS = 8, 4000  # samples per step, and characters of a text, in dashboards
+MOST_LOGGED, MOST_CHARACTERS = 8, 4000  # samples per step and characters per text in dashboards
 
 
 class About(TypedDict, total=False):

@@ -154,7 +154,7 @@ class ProcessRewardModel:
     texts: Retokenizer  # translates samples into the model's tokens
     batching: Batching
     placeholder_id: int  # the token that ends a step
-    reward_ids: tuple[int, ...]  # the label tokens
+    reward_ids: tuple[int, ...]  # the label tokens, the positive one first
     reduce: str = "min"  # a key of REDUCE
     weight: float = 1.0  # weight in the sum over reward models; `score` applies it, `score_rows` does not
 

@@ -21,7 +21,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.shared_prefixes import PrefixGroup, find_prefixes, group_by_prefix
 from openrlhf.types import NOT_RECORDED, RolloutBatch, Trajectory
 
-CHUNK_TOKENS = 2**22  # tokens, with padding, for which values are computed at a time
+CHUNK_TOKENS = 2**22  # number of tokens, with padding, to compute values for at a time
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class RolloutTokens:
 
     def split(self, values: Tensor, samples: Sequence[int]) -> list[NDArray[np.float32]]:
         """Return the values [tokens] of each of the given samples, as views."""
-        whole, places = values.numpy(), np.asarray(samples, dtype=np.intp)  # also if there are none
+        whole, places = values.numpy(), np.asarray(samples, dtype=np.intp)  # works even without samples
         pairs = zip(self.bounds[places].tolist(), self.bounds[places + 1].tolist(), strict=True)
         return [whole[first:last] for first, last in pairs]
 

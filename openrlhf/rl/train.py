@@ -1,6 +1,6 @@
 """Reinforcement learning from a checked config to a saved policy.
 
-`run` checks the models, loads the prompts and tries the reward before anything expensive starts. `train` then opens the
+`run` checks the models, loads the prompts and tests the reward before anything expensive starts. `train` then opens the
 local or the Ray runtime and runs the controller. `checkpoints.py` saves checkpoints and the final models.
 """
 

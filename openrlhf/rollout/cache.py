@@ -27,7 +27,7 @@ class GrowingLayer(cache_utils.DynamicLayer):
     """
 
     buffers: tuple[Tensor, ...]  # keys and values [rows, heads, allocated columns, dim]
-    length: int  # columns in use
+    length: int  # number of columns in use
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -7,7 +7,7 @@ the same time. Each receiver has one authenticated connection (link.py) to the s
     open the channel: listen on `host`                                    <-  connect, joined i
     fill a bucket, header 0                      ->                           allocate a buffer of that size
     its bytes (tcp: on the link; nccl: broadcast; ipc: shared memory)     ->  load the tensors (ipc: then ok)
-    fill the other bucket meanwhile
+    fill the other bucket at the same time
     ...
     header n with `end`                          ->                           ok
 

@@ -1,7 +1,7 @@
 """The interface of generation engines.
 
 The RL loop uses only `Engine`. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process, as
-`LoadingEngine`s; a group of such engines in other processes implements it, too (engine_group.py).
+`LoadingEngine`s; so does a group of such engines in other processes (engine_group.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from openrlhf.types import Completion, Request
 
 Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by checkpoint name
 Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by checkpoint name
-Part: TypeAlias = Literal["weights", "cache"]  # uses of the memory that `sleep` releases
+Part: TypeAlias = Literal["weights", "cache"]  # parts of the memory that `sleep` releases
 
 
 class Engine(Protocol):

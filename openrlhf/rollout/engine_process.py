@@ -3,7 +3,7 @@
     trainer                                              engine process (engine_server.py)
     EngineGroup -> LocalProcess.call  -> socket pair ->  EngineServer -> EngineWorker -> VLLMEngine
                    result, or error  <- (messages)   <-
-                   stderr            <- pipe         <-  whatever the engine prints
+                   stderr            <- pipe         <-  the engine's output
 
 A process that dies, or that does not react for --engine_timeout seconds, fails all its calls with a DeathError that
 says why; `EngineGroup` then replaces it. All processes end with `open_engine_processes`, and with the trainer.
@@ -62,7 +62,7 @@ class EngineChild:
         return f"{self.name} (process {self.process.pid})"
 
     async def call(self, method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
-        """Call a method of the worker; a cancelled call is cancelled there, too."""
+        """Call a method of the worker; if this call is cancelled, so is the worker's."""
         if self.death:
             raise DeathError(self.death, try_this=RESUME)
         self.count += 1
@@ -98,10 +98,10 @@ class EngineChild:
             await asyncio.wait({exiting}, timeout=DRAIN_SECONDS)  # a process that closed its socket is about to end
             if listening.done() and not listening.cancelled() and (error := listening.exception()):
                 self.silence = f"sent a message that cannot be read: {error!r}"
-            self.kill()  # with the processes that it started
+            self.kill()  # together with the processes that it started
             await asyncio.wait({exiting}, timeout=KILL_SECONDS)
             await asyncio.wait({listening, relaying}, timeout=DRAIN_SECONDS)
-        finally:  # also if cancelled: no caller may wait for an answer that nothing will deliver
+        finally:  # even if cancelled: no caller may wait for an answer that will never come
             self.kill()
             cancel_all(listening, relaying, watching)
             exiting.cancel()

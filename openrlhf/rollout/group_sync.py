@@ -113,7 +113,7 @@ class GroupSync:
                 if self.sleeps:  # free the device's memory, which a new engine needs to start
                     await self.policy.rest()
                 if not await self.engines.replace_failed():
-                    raise  # all engines are healthy, so another attempt would fail, too
+                    raise  # all engines are healthy, so another attempt would also fail
 
     async def _deliver(self, to: Sequence[EngineReplica], version: int, *, drain: bool, verify: bool) -> None:
         """Send the weights to some engines, hand the devices over to them and let them generate."""

@@ -53,8 +53,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the host process decides which cores to use
 }
-CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # set by vLLM on CPU; launchers use the second one, too
-LONGEST_FOLDER = 70  # of a socket's path, which has at most 107 bytes; vLLM appends 37
+CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # set by vLLM on CPU; launchers also use the second one
+LONGEST_FOLDER = 70  # maximum bytes of the folder: a socket's path has at most 107, of which vLLM appends 37
 TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 

@@ -43,7 +43,7 @@ class IncomingWeights:
             _receivers[place] = WeightReceiver(self.channel, self.number)
         try:
             failure = yield from _receivers[place].receive(self.version)
-        except BaseException:  # also GeneratorExit: a receiver with part of a version cannot be used again
+        except BaseException:  # including GeneratorExit: a receiver with part of a version cannot be used again
             receiver = _receivers.pop(place, None)
             if receiver is not None:
                 receiver.close()
@@ -71,7 +71,7 @@ class WeightReceiver:
         self.number = number
         self.buffer: Tensor | None = None  # [bytes]
         self.sender = f"the weight sender at {channel.host}"
-        self.group: dist.ProcessGroup | None = None  # only for nccl; formed when the first bytes arrive
+        self.group: dist.ProcessGroup | None = None  # only with nccl; formed when the first bytes arrive
         # Keep a reference, because the group does not.
         self.rendezvous = Rendezvous(read=lambda: self.link.receive(channel.timeout))
         with blame(f"{self.sender} did not accept receiver {number}"):
@@ -118,7 +118,7 @@ class WeightReceiver:
     def _receive_bytes(self, size: int) -> Tensor:
         """Receive the bytes of a bucket into the buffer, which grows if necessary; return them [size]."""
         if self.buffer is None or self.buffer.numel() < size:
-            rounded = -(-size // MIN_BUCKET) * MIN_BUCKET  # so that a slightly larger bucket fits, too
+            rounded = -(-size // MIN_BUCKET) * MIN_BUCKET  # so that a slightly larger bucket also fits
             self.buffer = torch.empty(rounded, dtype=torch.uint8, device=self.channel.receiving_device)
         received = self.buffer[:size]
         with blame(f"{self.sender} stopped in the middle of a bucket"):

@@ -30,7 +30,7 @@ from openrlhf.rollout.sync_proof import RecordedWeights
 
 POLL_SECONDS = 0.001  # interval of checks whether a bucket has been sent; an answer ends the wait earlier
 SECRET_BYTES = 32
-SHOWN = 8  # receivers that a message names
+SHOWN = 8  # maximum receivers to name in a message
 
 Sending: TypeAlias = dict[int, Future[None]]  # bytes on their way, by number of the receiver; only for tcp
 
@@ -183,7 +183,7 @@ class Receiver:
     def __init__(self, join: Join, link: Link) -> None:
         self.link = link
         self.room = join.room
-        self.answers = 0  # of all versions
+        self.answers = 0  # answers to all versions so far
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"openrlhf-receiver-{join.number}")
 
     def start_sending(self, message: bytes, data: Tensor | None, seconds: float) -> Future[None]:
@@ -219,7 +219,7 @@ class InTransit:
                     sent.result()
         if self.answers is not None:
             return [number for number, receiver in receivers.items() if receiver.answers < self.answers]
-        if self.broadcast is not None:  # NCCL does not tell which receiver is late
+        if self.broadcast is not None:  # NCCL does not report which receiver is late
             return [] if self.broadcast.is_completed() else receivers.keys()
         return [number for number, sent in self.sending.items() if not sent.done()]
 

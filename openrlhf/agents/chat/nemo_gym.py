@@ -69,7 +69,7 @@ class NemoGymAgentExecutor(ChatExecutor):
 
         row = read_row(task.label)
         episode = self.open_chat(task)
-        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # accept cookies from IP addresses, too
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # also accept cookies from IP addresses
             await self._ask(http, "/seed_session", row.content)
             output = await self._play(http, row, episode)
             response = {

@@ -74,7 +74,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the worker, whatever its user code is doing; may be called more than once."""
+        """End the worker, no matter what its user code is doing; may be called more than once."""
 
     @abstractmethod
     async def run(self) -> str:

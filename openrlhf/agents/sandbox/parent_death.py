@@ -64,7 +64,7 @@ def _supervise(worker: int, parent: int) -> NoReturn:
         if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
             break
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # reaps orphans, too
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # also reaps orphans
                 if ended[0] == worker:
                     code = os.waitstatus_to_exitcode(ended[1])
     killed = kill_descendants()

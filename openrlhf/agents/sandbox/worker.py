@@ -46,7 +46,7 @@ from openrlhf.agents.sandbox.parent_death import die_with, end_all
 from openrlhf.errors import OpenRLHFError
 from openrlhf.subprocesses import frame, read_frame
 
-OPEN_FILES = 65_536  # wanted limit; where programs close all descriptors one by one, a much higher one makes them slow
+OPEN_FILES = 65_536  # requested limit; a much higher one slows down programs that close all descriptors one by one
 # Keys of an episode's result that are sent to the trainer.
 RESULT_KEYS = (
     *("observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores"),
