@@ -41,7 +41,7 @@ CLOSE_SECONDS = 30.0  # time for an engine to release its memory before it is ki
 KILL_SECONDS = 30.0  # wait for a killed process to end
 DRAIN_SECONDS = 1.0  # wait for the last messages and output of a process that has ended
 PING_EVERY = 10.0  # seconds
-GRACE_SECONDS = 5.0  # second wait for a missing answer: this process may have been busy, not the engine's
+GRACE_SECONDS = 5.0  # second wait for a missing answer: this process may have been the busy one
 TAIL = 4096  # bytes of output kept for the message about a death
 
 

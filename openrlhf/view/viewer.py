@@ -30,7 +30,7 @@ class ShownRun:
     id: int
     name: str
     folder: str
-    samples: int  # indexed so far
+    samples: int  # samples indexed so far
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import os, sys
 from openrlhf.rollout.mps import start_mps
 for _ in range(2):  # as two runs in one notebook: the second uses what the first started
     clients = start_mps()
-assert "CUDA_MPS_LOG_DIRECTORY" not in os.environ  # this process is no client
+assert "CUDA_MPS_LOG_DIRECTORY" not in os.environ  # this process is not a client
 print(clients.problem, clients.variables.get("CUDA_MPS_PIPE_DIRECTORY"), sep="|", flush=True)
 sys.stdin.read()
 """

@@ -21,8 +21,8 @@ from openrlhf.types import TokenRow
 from tests.tiny import CONFIGS
 
 VOCABULARY = 100
-# Of a Llama with hidden size 32, MLP 64, 2 layers, 4 heads of 8 and 2 key heads: queries and outputs 32 x 32 each, keys
-# and values 32 x 16 each, and three matrices of 32 x 64.
+# For a Llama with hidden size 32, MLP 64, 2 layers, 4 heads of 8 and 2 key heads: queries and outputs 32 x 32 each,
+# keys and values 32 x 16 each, and three matrices of 32 x 64.
 LAYERS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
 HEAD = 32 * VOCABULARY
 
