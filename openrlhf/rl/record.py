@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypedDict
 
+import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import ArrowException
 
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import DataError, counted
@@ -25,7 +25,15 @@ from openrlhf.monitor import LoggedSample, say
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.group_stream import GroupSamples
 from openrlhf.rl.rollouts import Rollout
-from openrlhf.rl.sample_files import Values, read_about, read_samples, samples_of, trajectory_of, write_samples
+from openrlhf.rl.sample_files import (
+    list_column,
+    read_about,
+    read_samples,
+    samples_of,
+    text_column,
+    trajectory_of,
+    write_samples,
+)
 from openrlhf.training.disk_space import GIB, bytes_of, replace_file
 from openrlhf.training.earlier_run import ABOUT_FILE, ROLLOUTS, STEP_FILE, step_files, step_of
 from openrlhf.types import Trajectory
@@ -105,12 +113,16 @@ class Recorder:
         rows = [row for row, item in enumerate(experience.trajectories) if self._is_chosen(step, item)]
         if not self.folder or not rows:  # no group was chosen: a replay cannot train on an empty file
             return
-        items = [experience.trajectories[row] for row in rows]
-        columns: dict[str, Values] = {"step": [step] * len(items), "response": [self.response(item) for item in items]}
+        items, bounds = [experience.trajectories[row] for row in rows], pa.array(experience.tokens.bounds, pa.int32())
+        columns = {
+            "step": pa.repeat(pa.scalar(step, pa.int64()), len(items)),
+            "response": text_column([self.response(item) for item in items]),
+        }
         for name in ("advantages", "old_log_probs", "reference_log_probs", "old_values", "returns"):
             tensor = vars(experience)[name]
             if tensor is not None:
-                columns[name] = experience.tokens.split(tensor, rows)
+                whole = list_column(bounds, tensor.numpy())
+                columns[name] = whole if len(rows) == len(whole) else whole.take(pa.array(rows))
         name = STEP_FILE.format(step)
         if not self._try_to_write(lambda path: write_samples(path, items, columns), name):
             return
@@ -125,8 +137,10 @@ class Recorder:
 
     def response(self, item: Trajectory) -> str:
         """Return the text from the first action token on."""
+        if self.decode is None:
+            return ""
         first = int(item.action_mask.argmax()) if item.action_mask.any() else len(item.input_ids)
-        return str(self.decode(item.input_ids[first:].tolist())) if self.decode else ""
+        return str(self.decode(item.input_ids[first:].tolist()))
 
     def first_group(self, experience: Experience) -> list[LoggedSample]:
         """Return some samples of the first group for dashboards, with long texts cut."""
@@ -173,7 +187,7 @@ class Replay:
         """Return the samples of a file; raise DataError if it is damaged, or does not fit the policy."""
         try:
             items = read_samples(file)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError, ArrowException) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, pa.ArrowException) as error:
             raise DataError(f"--replay {file} cannot be read: {error}") from None
         for item in items:
             factors = item.input_ids if item.temperature_factors is None else item.temperature_factors
@@ -211,7 +225,7 @@ def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
     about = [{name: value for name, value in vars(rollout).items() if name not in apart} for rollout in rollouts]
     items = [item for rollout in rollouts for item in rollout.trajectories]
     numbers = [place for place, rollout in enumerate(rollouts) for _ in rollout.trajectories]
-    write_samples(path, items, {"rollout": numbers}, about)
+    write_samples(path, items, {"rollout": pa.array(numbers, pa.int64())}, about)
 
 
 def read_queue(path: Path) -> Iterator[Rollout]:

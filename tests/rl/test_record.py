@@ -74,7 +74,7 @@ def test_samples_are_restored(tmp_path, monkeypatch):
     bare = replace(ITEM, step_rewards=(), extra_logs={})
     routed = replace(ITEM, routed_experts=np.arange(30, dtype=np.int16).reshape(5, 3, 2))
     items = [ITEM, replace(ITEM, temperature_factors=factors), bare, routed, ITEM]
-    write_samples(tmp_path / "samples.parquet", items, {"step": [1] * 5}, about={"more": [1]})
+    write_samples(tmp_path / "samples.parquet", items, {"step": pa.array([1] * 5)}, about={"more": [1]})
     assert plain(read_samples(tmp_path / "samples.parquet")) == plain(items)
     assert read_about(tmp_path / "samples.parquet") == {"more": [1]}
     assert pq.ParquetFile(tmp_path / "samples.parquet").num_row_groups == 3

@@ -4,7 +4,7 @@ import json
 import sqlite3
 from dataclasses import replace
 
-import numpy as np
+import pyarrow as pa
 import pytest
 
 from openrlhf.rl import sample_files
@@ -260,8 +260,9 @@ def write_parquet(folder, step, responses):
         make_trajectory(prompt, (1, 5, 6, 7), (0, 1, 0, 1), (0, -0.5, 0, -0.25), 0.5, extra_logs={"exact": 1.0})
         for _ in responses
     ]
-    values = [np.array([0, 1.5, 0, 2.5], np.float32)] * len(items)
-    columns = {"step": [step] * len(items), "response": responses, "advantages": values, "old_log_probs": values}
+    values = pa.array([[0, 1.5, 0, 2.5]] * len(items), pa.list_(pa.float32()))
+    steps, texts = pa.array([step] * len(items)), pa.array(responses)
+    columns = {"step": steps, "response": texts, "advantages": values, "old_log_probs": values}
     folder.mkdir(exist_ok=True)
     write_samples(folder / f"step_{step:06d}.parquet", items, columns)
 
