@@ -143,8 +143,8 @@ def make_batches(
     trajectories: list[Trajectory], advantages: Tensor, pad_id: int, micro_batch: int
 ) -> list[PolicyBatch]:
     """Lay out samples as padded tensors, `micro_batch` samples in each."""
-    tokens = RolloutTokens.of(trajectories, Layout(packing=False, pad_id=pad_id))
-    log_probs = tokens.join(item.rollout_log_probs for item in trajectories)  # [tokens] of all samples
+    tokens = RolloutTokens(trajectories, Layout(packing=False, pad_id=pad_id))
+    log_probs = torch.from_numpy(np.concatenate([item.rollout_log_probs for item in trajectories]))  # [tokens]
     per_token = advantages.repeat_interleave(torch.from_numpy(tokens.lengths))  # [tokens] of all samples
     batches = []
     for start in range(0, len(trajectories), micro_batch):

@@ -76,7 +76,7 @@ class StepRow:
 class SharedPrefixes:
     """A row that holds each prefix shared by several sequences once; see `data.shared_prefixes`.
 
-    Bounds are cumulative lengths, int32, as attention kernels expect them.
+    Bounds are cumulative lengths, int32, as attention kernels expect them; so are `kept` and `places`, to send less.
     """
 
     kept: Tensor  # [row]: index in the concatenated sequences of the token at each place of the row

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from openrlhf.data.shared_prefixes import find_prefixes
+from openrlhf.data.shared_prefixes import Sequences, find_prefixes
 from openrlhf.types import Batch, LabelledBatch, LabelledRow, PairBatch, PairRow, StepBatch, StepRow, TokenRow
 
 Row = TokenRow | PairRow | LabelledRow | StepRow
@@ -56,7 +56,7 @@ class Layout:
             input_ids=self.combine(sequences, self.pad_id).long(),
             lengths=torch.tensor([len(sequence) for sequence in sequences]),
             target_mask=self.combine(masks, False),
-            prefixes=find_prefixes(sequences) if self.sharing else None,
+            prefixes=find_prefixes(Sequences(sequences)) if self.sharing else None,
         )
 
 

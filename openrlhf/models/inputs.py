@@ -84,7 +84,7 @@ def packed_call(batch: Batch, gap: int) -> DecoderCall:
 def shared_call(batch: Batch, prefixes: SharedPrefixes) -> DecoderCall:
     """Return one call with all sequences in a single row that holds each shared prefix once."""
     tokens = batch.places.tokens
-    kept = tokens[prefixes.kept]  # [row]
+    kept = tokens[prefixes.kept.long()]  # [row]
     arguments = {
         "input_ids": batch.input_ids.flatten()[kept][None],
         "position_ids": batch.position_ids.flatten()[kept][None],
@@ -95,7 +95,7 @@ def shared_call(batch: Batch, prefixes: SharedPrefixes) -> DecoderCall:
         "max_length_k": prefixes.longest_segment,
         "prefixes": prefixes,
     }
-    return DecoderCall(arguments, None if len(batch.input_ids) == 1 else tokens, prefixes.places)
+    return DecoderCall(arguments, None if len(batch.input_ids) == 1 else tokens, prefixes.places.long())
 
 
 def _spaced(values: Tensor, places: Tensor, total: int) -> Tensor:

@@ -66,7 +66,7 @@ class StepSize(NamedTuple):
         positions = batch.position_ids[batch.sequence_ids >= 0]  # [tokens]
         prefixes = network.prefixes_of(batch)
         if prefixes is not None:
-            positions = positions[prefixes.kept]  # [tokens of the row]
+            positions = positions[prefixes.kept.long()]  # [tokens of the row]
         return cls(len(positions), float((positions + 0.5).sum()), float(batch.target_mask.sum()))
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from openrlhf.agents.branches import episode_numbers, last_of_episodes
+from openrlhf.agents.branches import episode_numbers
 from openrlhf.algo import shaping
 from openrlhf.algo.advantages import ADVANTAGES, normalize
 from openrlhf.algo.kl import kl_penalty
@@ -28,7 +29,7 @@ from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.collate import Layout
 from openrlhf.rl.samples import Batching, RolloutTokens
 from openrlhf.rl.workers import BatchScores, Workers, merge_steps
-from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
+from openrlhf.types import PolicyBatch, Trajectory
 
 CACHED_TOKENS = 2**16  # number of tokens to compute a formula for at a time
 PADDED = Layout(packing=False, pad_id=0)  # [samples, longest of them], zero on padding
@@ -38,7 +39,7 @@ PADDED = Layout(packing=False, pad_id=0)  # [samples, longest of them], zero on 
 class Experience:
     """A rollout that is ready for training; tensors are [tokens] over all samples; see `PolicyBatch`."""
 
-    trajectories: list[Trajectory]
+    trajectories: Sequence[Trajectory]
     tokens: RolloutTokens
     advantages: Tensor
     old_log_probs: Tensor | None
@@ -58,8 +59,7 @@ class Experience:
             "returns": self.returns,
         }
         batches: list[PolicyBatch] = []
-        for part in batching.cut([self.trajectories[number].input_ids for number in samples]):
-            own = [samples[place] for place in part]
+        for own in batching.cut(self.tokens.sequences, samples):
             laid_out = {name: self.tokens.lay_out(tensor, own) for name, tensor in values.items() if tensor is not None}
             sampled = [self.trajectories[number].rollout_log_probs for number in own]  # [tokens] each
             laid_out["rollout_log_probs"] = self.tokens.layout.combine(sampled, 0.0)
@@ -72,35 +72,25 @@ async def make_experience(
 ) -> Experience:
     """Score a rollout and turn its rewards into advantages; tensors are computed in a thread, so no agent waits."""
     rewarded = await with_model_rewards(trajectories, workers, each_step=config.rewards.step_rewards)
-
-    def lay_out() -> tuple[RolloutTokens, list[list[int]], list[RolloutBatch]]:
-        tokens = RolloutTokens.of(rewarded, batching.layout)
-        parts = batching.cut([item.input_ids for item in rewarded])
-        return tokens, parts, [tokens.batch(part) for part in parts]
-
-    tokens, parts, batches = await asyncio.to_thread(lay_out)
+    tokens = RolloutTokens(rewarded, batching.layout)
+    parts = await asyncio.to_thread(batching.cut, tokens.sequences)  # the samples of each micro-batch
+    batches = await asyncio.to_thread(lambda: [tokens.batch(part) for part in parts])
     scored = await workers.score(batches, log_probs=scores_policy(config))
     del batches
-    return await asyncio.to_thread(compute_experience, rewarded, tokens, parts, scored, config, kl_coef)
+    return await asyncio.to_thread(compute_experience, tokens, parts, scored, config, kl_coef)
 
 
 def compute_experience(
-    trajectories: list[Trajectory],
-    tokens: RolloutTokens,
-    parts: Sequence[Sequence[int]],
-    scored: BatchScores,
-    config: RLConfig,
-    kl_coef: float,
+    tokens: RolloutTokens, parts: Sequence[Sequence[int]], scored: BatchScores, config: RLConfig, kl_coef: float
 ) -> Experience:
     """Turn the rewards of a rollout into advantages; `scored` are the scores of its micro-batches `parts`."""
-    flags = config.rewards
+    trajectories, mask, flags = tokens.trajectories, tokens.action_mask, config.rewards
     # Values [tokens] of all samples, like all tensors below unless stated otherwise; None if a model is absent.
     log_probs, reference_log_probs, values = (
         None if tensors is None else tokens.restore(parts, tensors)
         for tensors in (scored.log_probs, scored.reference_log_probs, scored.values)
     )
-    rollout_log_probs = tokens.join(item.rollout_log_probs for item in trajectories)
-    mask = tokens.action_mask
+    rollout_log_probs = torch.from_numpy(np.concatenate([item.rollout_log_probs for item in trajectories]))
 
     # The KL to the reference, from the log-probs of the policy or, if it did not score, the engine.
     kl = None
@@ -110,22 +100,24 @@ def compute_experience(
     penalty = None if config.kl.use_kl_loss else kl
 
     # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
-    rewards = penalised(tokens, flags, config.rollout.longest_response)  # [samples]
+    episodes = episode_numbers(trajectories)  # [samples]
+    last_samples = np.empty(episodes.max() + 1, np.int64)  # [episodes]
+    last_samples[episodes] = np.arange(len(episodes))
+    rewards = penalised_rewards(tokens, episodes, flags, config.rollout.longest_response)  # [samples]
     group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
-    rewards, first, episodes = share_within_episodes(rewards, trajectories)
-    estimator, last = config.advantage.advantage_estimator, tokens.last_actions()
-    shaped = None
+    estimator, shaped = config.advantage.advantage_estimator, None
     if flags.step_rewards:
         steps = step_token_rewards(tokens, rewards, group_ids, estimator, flags.reward_clip_range)
-        token_rewards = shaping.spread(torch.zeros_like(rewards), last, penalty, mask, kl_coef).add_(steps)
+        none = torch.zeros_like(rewards)
+        token_rewards = shaping.spread(none, tokens.last_actions, penalty, mask, kl_coef).add_(steps)
     else:
-        shape = shaping.SHAPING[estimator]
-        shaped = shape(rewards[first], group_ids[first])[episodes].clamp(*flags.reward_clip_range)  # [samples]
-        token_rewards = shaping.spread(shaped, last, penalty, mask, kl_coef)
+        compared = shaping.SHAPING[estimator](rewards[last_samples], group_ids[last_samples])  # [episodes]
+        shaped = compared[episodes].clamp(*flags.reward_clip_range)  # [samples]
+        token_rewards = shaping.spread(shaped, tokens.last_actions, penalty, mask, kl_coef)
     outcomes = shaped if penalty is None or kl_coef <= 0 else None
     advantages, returns = compute_advantages(tokens, token_rewards, outcomes, values, config.advantage)
 
-    metrics = rollout_metrics(tokens, rewards[first], group_ids[first], token_rewards)
+    metrics = rollout_metrics(tokens, last_samples, rewards, group_ids, token_rewards)
     # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
     total = np.sum(rollout_log_probs.numpy(), where=mask.numpy(), dtype=np.float64)
     metrics["rollout/entropy"] = -float(total / tokens.num_actions)
@@ -146,21 +138,9 @@ def compute_experience(
     )
 
 
-def share_within_episodes(rewards: Tensor, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the trajectories of an episode the lowest of their rewards; they count once in their group.
-
-    Return the rewards [samples], the first sample of each episode [episodes], and the episode of each sample [samples].
-    """
-    numbers = episode_numbers(trajectories)
-    first = torch.from_numpy(np.unique(numbers, return_index=True)[1])
-    episodes = torch.from_numpy(numbers)
-    lowest = rewards.new_zeros(len(first)).scatter_reduce(0, episodes, rewards, "amin", include_self=False)
-    return lowest[episodes], first, episodes
-
-
 def compute_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Return the KL of each token, computed in parts that fit into the processor's cache."""
-    kl = torch.empty_like(log_probs)
+    kl = torch.from_numpy(np.empty(len(log_probs), np.float32))  # NumPy asks for huge pages, which are faster
     for start in range(0, len(kl), CACHED_TOKENS):
         part = slice(start, start + CACHED_TOKENS)
         kl[part] = kl_penalty(log_probs[part], reference_log_probs[part], mask[part], estimator)
@@ -176,19 +156,19 @@ def compute_advantages(
     discount, this is the return of every action token, and there is nothing to sum.
     """
     estimate, mask = ADVANTAGES[flags.advantage_estimator], tokens.action_mask
-    returns = None if values is None else torch.empty_like(token_rewards)
+    returns = None
     if outcomes is not None and values is None and flags.gamma == 1.0:
-        advantages = torch.from_numpy(np.repeat(outcomes.numpy(), tokens.lengths))
-        advantages.masked_fill_(~mask, 0.0)
+        advantages = torch.from_numpy(np.repeat(outcomes.numpy(), tokens.lengths)).masked_fill_(~mask, 0.0)
     else:
-        advantages = torch.empty_like(token_rewards)
-        for samples in tokens.chunks():
+        chunks = tokens.chunks()
+        estimates: list[tuple[Tensor, Tensor]] = []  # advantages and returns, [samples, longest of them] each
+        for samples in chunks:
             own_rewards, own_mask = (tokens.lay_out(one, samples, PADDED) for one in (token_rewards, mask))
-            baseline = torch.zeros_like(own_rewards) if values is None else tokens.lay_out(values, samples, PADDED)
-            own_advantages, own_returns = estimate(own_rewards, baseline, own_mask, flags.gamma, flags.lambd)
-            tokens.put_back(own_advantages, samples, advantages)
-            if returns is not None:
-                tokens.put_back(own_returns, samples, returns)
+            own_values = None if values is None else tokens.lay_out(values, samples, PADDED)
+            estimates.append(estimate(own_rewards, own_values, own_mask, flags.gamma, flags.lambd))
+        advantages = tokens.restore(chunks, [own for own, _ in estimates], PADDED)
+        if values is not None:
+            returns = tokens.restore(chunks, [own for _, own in estimates], PADDED)
     if flags.advantage_estimator in shaping.WHITENED:
         advantages = normalize(advantages, mask, not flags.no_advantage_std_norm)
     return advantages, returns
@@ -202,7 +182,10 @@ async def with_model_rewards(
     Scores set by an agent are kept. Of an episode with several trajectories, only the last one is scored.
     """
     rewarded = list(trajectories)
-    last = dict(zip(episode_numbers(trajectories).tolist(), range(len(trajectories)), strict=True))  # by episode
+    if not any(math.isnan(item.reward) for item in trajectories):
+        return rewarded
+    episodes = episode_numbers(trajectories).tolist()
+    last = dict(zip(episodes, range(len(trajectories)), strict=True))  # by episode
     missing = [place for place in last.values() if math.isnan(trajectories[place].reward)]
     given = await workers.rewards([trajectories[place] for place in missing]) if missing else None
     if given is None:
@@ -216,15 +199,20 @@ async def with_model_rewards(
             steps = merge_steps(given.steps[number], whole)
             reward = math.fsum(value for _, value in steps)
         rewarded[place] = replace(item, reward=reward, score=score, step_rewards=steps)
-    for place, number in enumerate(episode_numbers(trajectories).tolist()):
+    for place, number in enumerate(episodes):
         if place != last[number]:
             whole = rewarded[last[number]]
             rewarded[place] = replace(rewarded[place], reward=whole.reward, score=whole.score)
     return rewarded
 
 
-def penalised(tokens: RolloutTokens, flags: RewardFlags, longest_response: int) -> Tensor:
-    """Return the rewards [samples] after penalties for overlong and truncated responses."""
+def penalised_rewards(
+    tokens: RolloutTokens, episodes: NDArray[np.int64], flags: RewardFlags, longest_response: int
+) -> Tensor:
+    """Return the rewards [samples] after penalties for overlong and truncated responses.
+
+    The trajectories of an episode get the lowest of their rewards; `episodes` [samples] is the episode of each sample.
+    """
     trajectories = tokens.trajectories
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if flags.overlong_buffer_len is not None:
@@ -236,7 +224,8 @@ def penalised(tokens: RolloutTokens, flags: RewardFlags, longest_response: int) 
     if flags.stop_properly_penalty_coef is not None:
         truncated = torch.tensor([item.truncated for item in trajectories])
         rewards = shaping.stop_properly_penalty(rewards, truncated, flags.stop_properly_penalty_coef)
-    return rewards
+    numbers = torch.from_numpy(episodes)
+    return rewards.scatter_reduce(0, numbers, rewards, "amin", include_self=False)[numbers]
 
 
 def step_token_rewards(
@@ -274,14 +263,15 @@ def last_action(item: Trajectory) -> int:
 
 
 def rollout_metrics(
-    tokens: RolloutTokens, rewards: Tensor, group_ids: Tensor, token_rewards: Tensor
+    tokens: RolloutTokens, last_samples: NDArray[np.int64], rewards: Tensor, group_ids: Tensor, token_rewards: Tensor
 ) -> dict[str, float]:
     """Return the metrics of a rollout to log, including the mean of each entry of the agents' `extra_logs`.
 
-    Rewards and group ids are [episodes], and so are the means of scores and logs; lengths are those of trajectories.
+    Rewards, scores and logs are averaged over the last samples of the episodes, lengths over all samples.
     """
-    trajectories, groups = tokens.trajectories, shaping.group_stats(rewards, group_ids)
-    episodes = last_of_episodes(trajectories)
+    trajectories, rewards = tokens.trajectories, rewards[last_samples]
+    episodes = [trajectories[number] for number in last_samples]
+    groups = shaping.group_stats(rewards, group_ids[last_samples])
     several = groups.size > 1
     metrics = {
         "reward": float(rewards.mean()),

@@ -24,6 +24,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.process import one_token
 from openrlhf.data.retokenization import Retokenizer
+from openrlhf.data.shared_prefixes import Sequences
 from openrlhf.data.tokens import check_fast
 from openrlhf.models.forward import Network, Scores, TargetLogits
 from openrlhf.models.load import load_causal_lm, load_scalar_model, read_config
@@ -107,7 +108,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     Processes that share a sharded model must run it the same number of times, but a token budget may divide their rows
     into different numbers of micro-batches. A process with fewer of them repeats its first one, without indices.
     """
-    parts = replace(batching, sharing_limit=model.network.sharing_limit).cut(rows)
+    parts = replace(batching, sharing_limit=model.network.sharing_limit).cut(Sequences(rows))
     # A collective call, which all processes must make before any forward pass.
     missing = model.most_rounds(len(parts)) - len(parts)
     for part in parts:

@@ -5,23 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.data.shared_prefixes import LEAST_SAVING, SHORTEST_PREFIX, find_prefixes, group_by_prefix
+from openrlhf.data.shared_prefixes import LEAST_SAVING, SHORTEST_PREFIX, Sequences, find_prefixes
 
 P, Q = list(range(100, 100 + SHORTEST_PREFIX)), list(range(200, 210 + SHORTEST_PREFIX))
 
 
-def arrays(*sequences):
-    return [np.array(sequence, dtype=np.int32) for sequence in sequences]
+def tokens_of(*sequences):
+    return Sequences([np.array(sequence, dtype=np.int32) for sequence in sequences])
 
 
 def groups_of(*sequences):
-    return sorted((group.prefix, sorted(group.members)) for group in group_by_prefix(arrays(*sequences)))
+    return sorted((group.prefix, sorted(group.members)) for group in tokens_of(*sequences).groups())
 
 
 def test_a_row_has_prefixes_then_continuations_then_other_sequences():
-    sequences = arrays([*P, 1, 2], [8, 9], [*Q, 3], [*P, 4], [*Q, 5, 6, 7])
+    sequences = tokens_of([*P, 1, 2], [8, 9], [*Q, 3], [*P, 4], [*Q, 5, 6, 7])
     found = find_prefixes(sequences)
-    tokens = np.concatenate(sequences)
+    tokens = np.concatenate(sequences.arrays)
     assert tokens[found.kept.numpy()].tolist() == [*P, *Q, 1, 2, 4, 3, 5, 6, 7, 8, 9]
     p, q = len(P), len(Q)
     assert found.prefix_bounds.tolist() == [0, p, p + q]
@@ -44,12 +44,24 @@ SEQUENCES = st.lists(  # few different tokens, so that long prefixes are shared
 )
 
 
+@given(SEQUENCES, st.randoms())
+def test_chosen_sequences_share_what_they_would_share_alone(sequences, random):
+    chosen = random.sample(range(len(sequences)), random.randint(1, len(sequences)))
+    found = tokens_of(*sequences).groups(chosen)
+    alone = groups_of(*(sequences[number] for number in chosen))
+
+    def contents(groups):  # equal sequences may change places
+        return sorted((prefix, sorted(sequences[chosen[place]] for place in members)) for prefix, members in groups)
+
+    assert contents(found) == contents(alone)
+
+
 @given(SEQUENCES)
 def test_every_token_has_a_place_with_the_same_content_and_history(sequences):
-    found = find_prefixes(arrays(*sequences))
+    found = find_prefixes(tokens_of(*sequences))
     if found is None:
         return
-    tokens = np.concatenate(arrays(*sequences))
+    tokens = np.concatenate(tokens_of(*sequences).arrays)
     kept, places = found.kept.numpy(), found.places.numpy()
     assert tokens[kept][places].tolist() == tokens.tolist()
     segments, prefixes = found.segment_bounds.tolist(), found.prefix_bounds.tolist()
@@ -69,7 +81,7 @@ def test_every_token_has_a_place_with_the_same_content_and_history(sequences):
 
 @given(SEQUENCES)
 def test_groups_share_enough_tokens_and_leave_each_sequence_one(sequences):
-    for group in group_by_prefix(arrays(*sequences)):
+    for group in tokens_of(*sequences).groups():
         own = [sequences[member] for member in group.members]
         assert len({tuple(sequence[: group.prefix]) for sequence in own}) == 1
         assert SHORTEST_PREFIX <= group.prefix < min(map(len, own))
@@ -97,7 +109,7 @@ def test_a_prompt_with_one_sample_joins_no_group_that_would_save_less():
     ],
 )
 def test_prefixes_that_save_little_are_not_shared(sequences):
-    assert find_prefixes(arrays(*sequences)) is None
+    assert find_prefixes(tokens_of(*sequences)) is None
 
 
 def test_a_thousand_prefixes_within_prefixes_are_grouped():

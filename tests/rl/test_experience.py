@@ -76,8 +76,8 @@ def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TW
 
 def at_actions(made, name):
     """Values at the action tokens of each sample."""
-    rows = zip(made.tokens.split(vars(made)[name], range(len(made.trajectories))), made.trajectories, strict=True)
-    return [row[item.action_mask].tolist() for row, item in rows]
+    rows = vars(made)[name].split(made.tokens.lengths.tolist())
+    return [row[torch.from_numpy(item.action_mask)].tolist() for row, item in zip(rows, made.trajectories, strict=True)]
 
 
 def approx_rows(rows):

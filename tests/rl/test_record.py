@@ -49,7 +49,7 @@ def experience(*items):
     per_token = torch.tensor([0, 0, THIRD, 0, -1] * len(items))
     return Experience(
         trajectories=list(items),
-        tokens=RolloutTokens.of(items, Layout(packing=False, pad_id=0)),
+        tokens=RolloutTokens(items, Layout(packing=False, pad_id=0)),
         advantages=per_token,
         old_log_probs=None,
         reference_log_probs=None,

@@ -58,8 +58,10 @@ def samples():
             own[name] = -4.4 + 0.3 * rng.normal(size=length)
         items.append(make_trajectory(Prompt(0, "", ids[:2]), ids, mask, own.pop("rollout_log_probs")))
         arrays.append(own)
-    tokens = RolloutTokens.of(items, WHOLE.layout)
-    tensors = {name: tokens.join(own[name].astype(np.float32) for own in arrays) for name in arrays[0]}
+    tokens = RolloutTokens(items, WHOLE.layout)
+    tensors = {
+        name: torch.tensor(np.concatenate([own[name] for own in arrays]), dtype=torch.float32) for name in arrays[0]
+    }
     return Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **tensors)
 
 

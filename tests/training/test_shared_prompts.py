@@ -70,10 +70,9 @@ def rollout_batches():
     pairs = zip(rows, sampled, strict=True)
     items = [make_trajectory(Prompt(0, "", ()), row.input_ids, row.target_mask, own) for row, own in pairs]
     names = ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs")
-    tokens = RolloutTokens.of(items, LAYOUT)
+    tokens = RolloutTokens(items, LAYOUT)
     given = {
-        name: tokens.join(random.normal(-2.0, 0.3, len(item.input_ids)).astype(np.float32) for item in items)
-        for name in names
+        name: torch.tensor(random.normal(-2.0, 0.3, len(tokens.action_mask)), dtype=torch.float32) for name in names
     }
     experience = Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **given)
     return experience.micro_batches(range(len(items)), Batching(LAYOUT, 4, sharing_limit=1000))
