@@ -13,6 +13,7 @@ to --in_flight rollouts of untrained samples.
 
 import argparse
 import asyncio
+import gc
 import json
 import resource
 import tempfile
@@ -142,6 +143,7 @@ async def measure_controller(samples: int, tokens: int) -> None:
     print(f"\n{samples:,} samples, {total / 1e6:.0f}M tokens, {torch.get_num_threads()} threads\n")
     print("| stage | us/token | bytes/token kept | bytes/token at most |\n|---|---|---|---|")
     stages = Stages(total)
+    gc.collect()  # making the samples is not a stage, nor is looking for garbage among them
     held = sum(bytes_in(item) for item in items)
 
     def filter_groups() -> list[Trajectory]:
