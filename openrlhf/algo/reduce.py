@@ -107,9 +107,7 @@ def masked_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 def divide(total: Tensor, denominator: Denominator) -> Tensor:
     """Return `total / denominator`, or `total` if the denominator is 0, so that an empty step gives 0, not NaN."""
-    if isinstance(denominator, Tensor):
-        return total / torch.where(denominator == 0, 1, denominator)
-    return total / (denominator if denominator != 0 else 1.0)
+    return total / (denominator + (denominator == 0))
 
 
 def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_sequences: int | None = None) -> Tensor:
