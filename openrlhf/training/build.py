@@ -42,8 +42,9 @@ from openrlhf.training import objectives
 from openrlhf.training.audit import report_frozen, report_trained
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
 from openrlhf.training.base_reference import BaseReference
+from openrlhf.training.compilation import pays_off_on
 from openrlhf.training.fit import LOSS_NAMES, Evaluated, Summary
-from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.local import CompilingBackend, LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SupervisedObjective
 from openrlhf.training.preflight import balances_experts
 from openrlhf.training.processes import defers_weights, loading, training_backend
@@ -177,15 +178,16 @@ def make_backend(
     chosen = training_backend(config)
     if chosen == "local":
         compiles = config.sharding.deepcompile
-        if compiles is None and config.batches.full_determinism:  # the run must not depend on timings
-            compiles = False
-        return LocalBackend(
+        # Whether to compile later is decided by timings, which must not change a deterministic run.
+        may_compile = compiles is None and not config.batches.full_determinism and pays_off_on(network, device)
+        kind = CompilingBackend if may_compile else LocalBackend
+        return kind(
             network,
             optimizer,
             device,
             learning_rate=learning_rate,
             adam_offload=config.sharding.adam_offload,
-            compile_layers=compiles,
+            compile_layers=bool(compiles),
         )
     if chosen == "fsdp":
         from openrlhf.training.fsdp import FsdpBackend

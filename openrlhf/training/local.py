@@ -1,14 +1,15 @@
 """Training in one process, on the CPU or one GPU, with PyTorch alone.
 
 `LocalBackend` combines a network with a `MasterOptimizer`, which keeps fp32 weights, and for fp16 with a `LossScale`.
-`DeepSpeedBackend` and `FsdpBackend` compute the same results in several processes; the latter shares `MasterBackend`.
+`CompilingBackend` compiles its layers during the run. `DeepSpeedBackend` and `FsdpBackend` compute the same results in
+several processes; the latter shares `MasterBackend`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from openrlhf.models.forward import Network, Requested
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import B, Frozen, Objective, StepLosses, TrainBackend
-from openrlhf.training.compilation import AutomaticCompilation, compile_decoder_layers, pays_off_on
+from openrlhf.training.compilation import AutomaticCompilation, compile_decoder_layers
 from openrlhf.training.optim import LossScale, MasterOptimizer
 from openrlhf.types import Batch
 
@@ -115,12 +116,9 @@ class LocalBackend(MasterBackend):
         *,
         learning_rate: float,
         adam_offload: bool = False,
-        compile_layers: bool | None = False,
+        compile_layers: bool = False,
     ) -> None:
-        """Set up the optimizer; `compile_layers` is None to compile if enough steps remain to pay for it."""
         super().__init__(network.to(device), device)
-        automatic = compile_layers is None and pays_off_on(network, device)
-        self.compilation = AutomaticCompilation(network) if automatic else None
         choose_layout(network, self.forward)
         network.train()
         self.optimizer = MasterOptimizer(network, optimizer, learning_rate, offload=adam_offload)
@@ -130,34 +128,6 @@ class LocalBackend(MasterBackend):
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
             compile_decoder_layers(network)
-
-    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
-        if self.compilation is not None:
-            self.compilation.begin(sum(batch.input_ids.numel() for batch in micro_batches))
-        return self.without_compiler_errors(partial(super().forward_backward, micro_batches, objective))
-
-    def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
-        return self.without_compiler_errors(partial(super().forward, batch, kind, temperature=temperature))
-
-    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
-        return self.without_compiler_errors(partial(super().evaluate, micro_batches, objective))
-
-    def without_compiler_errors(self, compute: Callable[[], Result]) -> Result:
-        """Compute; if that fails in layers that were compiled automatically, compute again without the compiler."""
-        try:
-            return compute()
-        except Exception as error:
-            if self.compilation is None or not self.compilation.survives(error):
-                raise
-        self.module.train()  # the mode between calls, which the error may have changed
-        self.optimizer.drop_gradients()  # the gradients of earlier micro-batches
-        return compute()
-
-    def optim_step(self, scale: float) -> float | None:
-        norm = super().optim_step(scale)
-        if self.compilation is not None:
-            self.compilation.end(self.steps_left)
-        return norm
 
     def save(self, folder: Path) -> None:
         save_file(self.state(), folder / OPTIMIZER_FILE)
@@ -169,3 +139,37 @@ class LocalBackend(MasterBackend):
         # Move all tensors that exist between steps; the optimizer step has already freed the gradients.
         masters = self.optimizer.masters.values()
         self.host.take([*self.network.parameters(), *self.network.buffers(), *masters, *self.optimizer_states()])
+
+
+class CompilingBackend(LocalBackend):
+    """A local backend that compiles its layers if enough steps remain to pay for it (`AutomaticCompilation`)."""
+
+    @cached_property
+    def compilation(self) -> AutomaticCompilation:
+        return AutomaticCompilation(self.network)
+
+    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
+        self.compilation.begin(sum(batch.input_ids.numel() for batch in micro_batches))
+        return self._without_compiler_errors(partial(super().forward_backward, micro_batches, objective))
+
+    def forward(self, batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0) -> Requested:
+        return self._without_compiler_errors(partial(super().forward, batch, kind, temperature=temperature))
+
+    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
+        return self._without_compiler_errors(partial(super().evaluate, micro_batches, objective))
+
+    def _without_compiler_errors(self, compute: Callable[[], Result]) -> Result:
+        """Compute; if that fails in compiled layers, compute again without the compiler."""
+        try:
+            return compute()
+        except Exception as error:
+            if not self.compilation.survives(error):
+                raise
+        self.module.train()  # the mode between calls, which the error may have changed
+        self.optimizer.drop_gradients()  # the gradients of earlier micro-batches
+        return compute()
+
+    def optim_step(self, scale: float) -> float | None:
+        norm = super().optim_step(scale)
+        self.compilation.end(self.steps_left)
+        return norm
