@@ -15,7 +15,7 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 
 LENGTH = struct.Struct("!Q")
@@ -55,17 +55,16 @@ def die_with_parent() -> None:
 
 
 def frame(data: bytes) -> bytes:
-    """Return the data preceded by its length, as `read_frame` expects it."""
+    """Return the data preceded by its length, as `read_frames` expects it."""
     return LENGTH.pack(len(data)) + data
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """Return the data of the next frame, or None if the other end is gone."""
-    try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, OSError):
-        return None
+async def read_frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of each frame until the other end is gone."""
+    with suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            yield await reader.readexactly(length)
 
 
 def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

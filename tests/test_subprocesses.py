@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from openrlhf.subprocesses import describe_exit, frame, kill_group, read_frame, send_signal, start_python
+from openrlhf.subprocesses import describe_exit, frame, kill_group, read_frames, send_signal, start_python
 
 ECHO = """
 import asyncio, socket
-from openrlhf.subprocesses import frame, read_frame
+from openrlhf.subprocesses import frame, read_frames
 
 async def main():
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=0))
-    while (data := await read_frame(reader)) is not None:
+    async for data in read_frames(reader):
         writer.write(frame(data))
     raise SystemExit(3)
 
@@ -46,7 +46,8 @@ def test_frames_keep_their_bounds_and_order():
 
     async def use(process, reader, writer):
         writer.writelines(map(frame, sent))
-        assert [await read_frame(reader) for _ in sent] == sent
+        frames = read_frames(reader)
+        assert [await anext(frames) for _ in sent] == sent
 
     assert with_child(use) == "exit code 3"
 
@@ -55,7 +56,7 @@ def test_frames_keep_their_bounds_and_order():
 def test_a_killed_process_closes_its_stream(end):
     async def use(process, reader, writer):
         end(process)
-        assert await read_frame(reader) is None
+        assert [data async for data in read_frames(reader)] == []
         await process.wait()
         end(process)  # it is gone already
 
@@ -63,13 +64,13 @@ def test_a_killed_process_closes_its_stream(end):
 
 
 def test_a_frame_that_is_cut_short_is_the_end_of_the_stream():
-    async def read() -> list[bytes | None]:
+    async def read() -> list[bytes]:
         reader = asyncio.StreamReader()
         reader.feed_data(frame(b"whole") + frame(b"cut short")[:-1])
         reader.feed_eof()
-        return [await read_frame(reader), await read_frame(reader)]
+        return [data async for data in read_frames(reader)]
 
-    assert asyncio.run(read()) == [b"whole", None]
+    assert asyncio.run(read()) == [b"whole"]
 
 
 def test_signals_without_a_name_are_numbered():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from openrlhf.errors import OpenRLHFError
-from openrlhf.subprocesses import frame, read_frame
+from openrlhf.subprocesses import frame, read_frames
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def encode(message: Message) -> bytes:
     return frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """Return the next message, or None if the other end is gone."""
-    data = await read_frame(reader)
-    return None if data is None else pickle.loads(data)
+async def received(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
+    """Yield each message until the other end is gone."""
+    async for data in read_frames(reader):
+        yield pickle.loads(data)

@@ -26,7 +26,7 @@ from openrlhf.event_loop import cancel_all, mark_retrieved
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.rollout.engine_group import EngineGroup, EngineReplica
-from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Message, Raised, Returned, encode, receive
+from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Message, Raised, Returned, encode, received
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.rollout.group_sync import LOOPBACK
 from openrlhf.subprocesses import describe_exit, kill_group, start_python
@@ -122,7 +122,7 @@ class EngineChild:
         return f"died: {describe_exit(code)}" + "".join(f"; the last line of its output: {line}" for line in last)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while (message := await receive(reader)) is not None:
+        async for message in received(reader):
             answer = self.unanswered.get(message.number)
             if answer is None or answer.done():  # cancelled
                 continue

@@ -15,7 +15,7 @@ import socket
 import traceback
 
 from openrlhf.errors import BackendError, OpenRLHFError
-from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Raised, Returned, encode, receive
+from openrlhf.rollout.engine_messages import CancelEngineCall, EngineCall, Raised, Returned, encode, received
 from openrlhf.rollout.engine_worker import EngineWorker
 from openrlhf.subprocesses import die_with_parent
 
@@ -41,7 +41,7 @@ class EngineServer:
     async def serve(self, connection: socket.socket) -> None:
         """Start the calls that arrive; end the process when the trainer has closed the connection."""
         reader, self.writer = await asyncio.open_unix_connection(sock=connection)
-        while (message := await receive(reader)) is not None:
+        async for message in received(reader):
             match message:
                 case EngineCall():
                     task = asyncio.create_task(self._answer(message))

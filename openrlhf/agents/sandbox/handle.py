@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     async def run(self) -> str:
-        """Start the worker and pass its messages to `take`; return how it ended, as the rest of a sentence."""
+        """Start the worker and pass its messages to `listen`; return how it ended, as the rest of a sentence."""
 
     def fail(self, failure: CallFailure, blamed: Call | None = None) -> None:
         """End the worker, and record the cause and the call to blame."""
@@ -87,7 +87,7 @@ class WorkerHandle(ABC):
         self.kill()
 
     def start_deadline(self, call: Call) -> None:
-        """Start the deadline of a call; if the user code is still loading, `take` starts it later."""
+        """Start the deadline of a call; if the user code is still loading, `listen` starts it later."""
         if self.loaded.done():
             self.deadlines[call.number] = Deadline(
                 call.number, self.limits.timeout, self.usage, lambda: self._stop_expired(call)
@@ -132,33 +132,34 @@ class WorkerHandle(ABC):
             self.loaded.set_exception(self.failure)
         self.on_exit(self, self.failure)
 
-    def take(self, message: messages.ToTrainer) -> None:
-        """Handle a message from the worker."""
-        number = None if isinstance(message, messages.FileLoaded) else message.call
-        call = None if number is None else self.calls.get(number)
-        match message:
-            case messages.RunningCall():
-                self.usage.switch(message.call, self.loop.time())
-            case messages.FileLoaded():
-                self.loading.cancel()
-                self.loaded.set_result(message)
-                for waiting in self.calls.values():
-                    self.start_deadline(waiting)
-            case messages.CallRaised(call=None):
-                self.fail(CallFailure(message.text, message.traceback, message.error_class))
-            case messages.EngineRequest() if call is not None:
-                task = self.loop.create_task(self._ask_engine(call, self.deadlines[call.number], message))
-                call.tasks.add(task)
-                task.add_done_callback(call.tasks.discard)
-            case messages.CallReturned() | messages.CallRaised() if call is not None and not call.answer.done():
-                if isinstance(message, messages.CallReturned):
-                    call.answer.set_result(message.result)
-                elif call.expired is None:
-                    failure = CallFailure(message.text, message.traceback, message.error_class)
-                    call.answer.set_exception(failure)
-                del self.calls[call.number]
-                self.deadlines.pop(call.number).stop()
-                self.on_call_end(self, call)
+    async def listen(self, received: AsyncIterator[messages.ToTrainer]) -> None:
+        """Handle the messages from the worker until they end."""
+        async for message in received:
+            number = None if isinstance(message, messages.FileLoaded) else message.call
+            call = None if number is None else self.calls.get(number)
+            match message:
+                case messages.RunningCall():
+                    self.usage.switch(message.call, self.loop.time())
+                case messages.FileLoaded():
+                    self.loading.cancel()
+                    self.loaded.set_result(message)
+                    for waiting in self.calls.values():
+                        self.start_deadline(waiting)
+                case messages.CallRaised(call=None):
+                    self.fail(CallFailure(message.text, message.traceback, message.error_class))
+                case messages.EngineRequest() if call is not None:
+                    task = self.loop.create_task(self._ask_engine(call, self.deadlines[call.number], message))
+                    call.tasks.add(task)
+                    task.add_done_callback(call.tasks.discard)
+                case messages.CallReturned() | messages.CallRaised() if call is not None and not call.answer.done():
+                    if isinstance(message, messages.CallReturned):
+                        call.answer.set_result(message.result)
+                    elif call.expired is None:
+                        failure = CallFailure(message.text, message.traceback, message.error_class)
+                        call.answer.set_exception(failure)
+                    del self.calls[call.number]
+                    self.deadlines.pop(call.number).stop()
+                    self.on_call_end(self, call)
 
     async def _ask_engine(self, call: Call, deadline: Deadline, message: messages.EngineRequest) -> None:
         """Pass a request to the engine, one at a time per episode, with the call's deadline paused."""

@@ -5,12 +5,13 @@
 
 Messages to a worker are pickled, because a label may be any object from a dataset. Messages to the trainer are JSON,
 [class name, fields], so the trainer never unpickles objects that user code made. Each message is one frame
-(`openrlhf.subprocesses`). `process.WorkerProcess` and `worker.ProcessWorker` are the two ends. Between a thread and the
-trainer, messages are passed as they are.
+(`openrlhf.subprocesses`). `process.WorkerProcess` and `worker.main` are the two ends. Between a thread and the trainer,
+messages are passed as they are.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -137,6 +138,15 @@ WORKER_MESSAGES = {
 }
 ToTrainer: TypeAlias = FileLoaded | RunningCall | EngineRequest | CallReturned | CallRaised
 ToWorker: TypeAlias = WorkerSpec | StartCall | CancelCall | EngineAnswer
+
+
+def to_json(message: ToTrainer) -> bytes:
+    return json.dumps([type(message).__name__, vars(message)]).encode()
+
+
+def from_json(data: bytes) -> ToTrainer:
+    kind, fields = json.loads(data)
+    return WORKER_MESSAGES[kind](**fields)
 
 
 def plain(value: object) -> Json:

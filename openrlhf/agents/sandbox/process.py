@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pickle
 import signal
@@ -15,7 +14,7 @@ import sys
 
 from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.handle import WorkerHandle
-from openrlhf.subprocesses import describe_exit, frame, kill_group, read_frame, send_signal, start_python
+from openrlhf.subprocesses import describe_exit, frame, kill_group, read_frames, send_signal, start_python
 
 START = "from openrlhf.agents.sandbox.worker import main; main({calls}, {replies}, {parent})"
 DRAIN_SECONDS = 1.0  # wait for the last messages of a process that has ended
@@ -84,7 +83,8 @@ class WorkerProcess(WorkerHandle):
         else:
             self.writer.writelines(self.unsent)
         self.unsent.clear()
-        listening = asyncio.ensure_future(self._listen(reader))
+        received = (messages.from_json(data) async for data in read_frames(reader))
+        listening = asyncio.ensure_future(self.listen(received))
         exiting = asyncio.ensure_future(self.process.wait())
         await asyncio.wait({listening, exiting}, return_when=asyncio.FIRST_COMPLETED)
         self.kill()
@@ -96,9 +96,3 @@ class WorkerProcess(WorkerHandle):
         self.writer.close()
         reply_writer.close()
         return exiting.result()
-
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Handle the worker's messages until the pipe closes."""
-        while (data := await read_frame(reader)) is not None:
-            kind, fields = json.loads(data)
-            self.take(messages.WORKER_MESSAGES[kind](**fields))

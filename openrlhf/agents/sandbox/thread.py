@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import TypeVar
 
 from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.handle import GRACE_SECONDS, WorkerHandle
 from openrlhf.agents.sandbox.worker import Worker
 
-
-class ThreadedWorker(Worker):
-    """Worker that exchanges messages with its handle directly, in the same process."""
-
-    owns_process = False
-
-    def __init__(self, handle: WorkerThread) -> None:
-        super().__init__()
-        self.handle = handle
-
-    def send(self, message: messages.ToTrainer) -> None:
-        with suppress(RuntimeError):  # the thread was abandoned, and the pool's event loop is closed
-            self.handle.loop.call_soon_threadsafe(self.handle.receive, message)
+Message = TypeVar("Message")
 
 
 class WorkerThread(WorkerHandle):
@@ -35,30 +25,26 @@ class WorkerThread(WorkerHandle):
 
     def prepare(self) -> None:
         self.thread_loop = asyncio.new_event_loop()
-        self.inbox: asyncio.Queue[messages.ToWorker | None] = asyncio.Queue()  # on the thread's loop; None ends it
+        # Messages to the worker and to the trainer, each on its receiver's loop; None is the last.
+        self.inbox: asyncio.Queue[messages.ToWorker | None] = asyncio.Queue()
+        self.outbox: asyncio.Queue[messages.ToTrainer | None] = asyncio.Queue()
         self.thread = threading.Thread(target=self._work, daemon=True, name="openrlhf-user-code")
-        self.ended: asyncio.Future[None] = self.loop.create_future()
 
     def send(self, message: messages.ToWorker) -> None:
         if not self.killed:
             self._post(message)
 
     def kill(self) -> None:
-        """Ask the thread to end, and stop waiting for it."""
+        """Ask the thread to end, and stop listening to it."""
         if not self.killed:
             self.killed = True
             self._post(None)
-            self.ended.set_result(None)
-
-    def receive(self, message: messages.ToTrainer) -> None:
-        """Handle a message, unless it comes from an abandoned thread."""
-        if not self.killed:
-            self.take(message)
+            self.outbox.put_nowait(None)
 
     async def run(self) -> str:
         """Run the thread until `kill` is called."""
         self.thread.start()
-        await self.ended
+        await self.listen(queued(self.outbox))
         await asyncio.to_thread(self.thread.join, GRACE_SECONDS)
         return "was stopped"
 
@@ -68,11 +54,17 @@ class WorkerThread(WorkerHandle):
 
     def _work(self) -> None:
         """Run the worker in the thread; the calls that are still open at its end are cancelled."""
-        with asyncio.Runner(loop_factory=lambda: self.thread_loop) as runner:
-            runner.run(self._serve())
 
-    async def _serve(self) -> None:
-        worker = ThreadedWorker(self)
-        worker.track_tasks()
-        while (message := await self.inbox.get()) is not None and await worker.take(message):
-            pass
+        def send(message: messages.ToTrainer) -> None:
+            with suppress(RuntimeError):  # the thread was abandoned, and the pool's event loop is closed
+                self.loop.call_soon_threadsafe(self.outbox.put_nowait, message)
+
+        worker = Worker(send, owns_process=False)
+        with asyncio.Runner(loop_factory=lambda: self.thread_loop) as runner:
+            runner.run(worker.serve(queued(self.inbox)))
+
+
+async def queued(queue: asyncio.Queue[Message | None]) -> AsyncIterator[Message]:
+    """Yield the messages of a queue up to None."""
+    while (message := await queue.get()) is not None:
+        yield message

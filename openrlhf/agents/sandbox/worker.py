@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 import os
 import pickle
 import resource
@@ -19,8 +18,7 @@ import socket
 import tempfile
 import threading
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -44,7 +42,7 @@ from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.sandbox.parent_death import die_with, end_all
 from openrlhf.errors import OpenRLHFError
-from openrlhf.subprocesses import frame, read_frame
+from openrlhf.subprocesses import frame, read_frames
 
 OPEN_FILES = 65_536  # requested limit; a much higher one slows down programs that close all descriptors one by one
 # Keys of an episode's result that are sent to the trainer.
@@ -82,8 +80,12 @@ class ReportingCoroutine(Coroutine[object, object, object]):
         return self.coroutine.__await__()
 
 
-class Worker(ABC):
-    """The loaded user code, and the calls that its reward function or executor is answering."""
+class Worker:
+    """The loaded user code, and the calls that its reward function or executor is answering.
+
+    `send` sends a message to the trainer, from any thread. Without `owns_process`, this process also trains, and its
+    random state must not change.
+    """
 
     spec: messages.WorkerSpec
     router: RequestRouter
@@ -91,39 +93,32 @@ class Worker(ABC):
     executor: AgentExecutorBase  # set for an agent
     max_calls: int | None = None  # concurrent calls of the reward function
     uses_threads = False  # True for a reward function that is not async but may run concurrently
-    owns_process = True  # False: this process also trains, and its random state must not change
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[messages.ToTrainer], None], *, owns_process: bool) -> None:
+        self.send, self.owns_process = send, owns_process
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by call
 
-    @abstractmethod
-    def send(self, message: messages.ToTrainer) -> None:
-        """Send a message to the trainer, from any thread."""
-
-    def track_tasks(self) -> None:
-        """Report from now on which call runs on this event loop."""
-        asyncio.get_running_loop().set_task_factory(self._create_task)
-
-    async def take(self, message: messages.ToWorker) -> bool:
-        """Handle a message from the trainer; return False if the user code cannot be loaded."""
-        match message:
-            case messages.WorkerSpec():
-                try:
-                    await self._load(message)
-                except BaseException as error:  # noqa: BLE001 - user code may raise anything
-                    self.send(describe_exception(None, error, message.file))
-                    return False
-                self.send(messages.FileLoaded(self.max_calls, self.uses_threads))
-            case messages.StartCall():
-                token = current_call.set(message.call)
-                answer = self._answer(message.call, message.input)
-                self.tasks[message.call] = asyncio.get_running_loop().create_task(answer)
-                current_call.reset(token)
-            case messages.CancelCall() if message.call in self.tasks:
-                self.tasks[message.call].cancel()
-            case messages.EngineAnswer():
-                self.router.deliver(message)
-        return True
+    async def serve(self, received: AsyncIterator[messages.ToWorker]) -> None:
+        """Handle the messages from the trainer until they end; return early if the user code cannot be loaded."""
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._create_task)  # reports which call runs on this event loop
+        async for message in received:
+            match message:
+                case messages.WorkerSpec():
+                    try:
+                        await self._load(message)
+                    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+                        self.send(describe_exception(None, error, message.file))
+                        return
+                    self.send(messages.FileLoaded(self.max_calls, self.uses_threads))
+                case messages.StartCall():
+                    token = current_call.set(message.call)
+                    self.tasks[message.call] = loop.create_task(self._answer(message.call, message.input))
+                    current_call.reset(token)
+                case messages.CancelCall() if message.call in self.tasks:
+                    self.tasks[message.call].cancel()
+                case messages.EngineAnswer():
+                    self.router.deliver(message)
 
     def _create_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """Task factory that reports the running times of every task that a call starts, directly or indirectly."""
@@ -208,31 +203,6 @@ def select_keys(result: Mapping[str, object]) -> dict[str, messages.Json]:
     return {key: plain(result[key]) for key in RESULT_KEYS if key in result}
 
 
-class ProcessWorker(Worker):
-    """Worker in its own process; it exchanges messages with the trainer over sockets."""
-
-    def __init__(self, replies: socket.socket) -> None:
-        super().__init__()
-        self.replies = replies
-        self.writing = threading.Lock()  # user threads may send requests to the engine
-
-    def send(self, message: messages.ToTrainer) -> None:
-        """Send a message; block until it is sent, because user code may end the process next."""
-        data = json.dumps([type(message).__name__, vars(message)]).encode()
-        with self.writing:
-            self.replies.sendall(frame(data))
-
-    async def serve(self, calls: socket.socket) -> None:
-        """Handle messages until the trainer ends the process; return if the file cannot be loaded."""
-        self.track_tasks()
-        reader, _writer = await asyncio.open_unix_connection(sock=calls)  # without the writer, the socket closes
-        while (data := await read_frame(reader)) is not None:
-            message: messages.ToWorker = pickle.loads(data)
-            if not await self.take(message):
-                return
-        end_all()  # the trainer is gone
-
-
 async def call_in_thread(function: Callable[[], object]) -> object:
     """Call a function in a new thread, which does not keep the process from exiting if it hangs."""
     outcome: Future[tuple[object, BaseException | None]] = Future()
@@ -272,7 +242,7 @@ def describe_place(frame: traceback.FrameSummary) -> str:
 
 
 def main(calls: int, replies: int, parent: int) -> None:
-    """Run the worker on two socket descriptors; `parent` is the trainer's process id."""
+    """Run a worker on two socket descriptors until the trainer is gone; `parent` is the trainer's process id."""
     die_with(parent)
     few, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1,024, too few for the connections of agents
     allowed = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
@@ -281,4 +251,17 @@ def main(calls: int, replies: int, parent: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
     for descriptor in (calls, replies):
         os.set_inheritable(descriptor, False)
-    asyncio.run(ProcessWorker(socket.socket(fileno=replies)).serve(socket.socket(fileno=calls)))
+    answers, writing = socket.socket(fileno=replies), threading.Lock()  # user threads may send requests to the engine
+
+    def send(message: messages.ToTrainer) -> None:
+        """Send a message; block until it is sent, because user code may end the process next."""
+        data = frame(messages.to_json(message))
+        with writing:
+            answers.sendall(data)
+
+    worker = Worker(send, owns_process=True)
+    with asyncio.Runner() as runner:
+        # Without the writer, the socket closes.
+        reader, _writer = runner.run(asyncio.open_unix_connection(sock=socket.socket(fileno=calls)))
+        runner.run(worker.serve(pickle.loads(data) async for data in read_frames(reader)))
+        end_all()
