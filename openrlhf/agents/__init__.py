@@ -7,18 +7,16 @@ scores. With a reward file, these functions pass the texts to the user's code an
 
     SingleTurnSamples.run_group                        single_turn.py
     FileRewards.score, call                            rewards.py
-    NodePools.call                                     node_pools.py
     Pool.call, Pool._run, Pool._assign                 sandbox/pool.py
     WorkerProcess.send                                 sandbox/process.py
       | pipe
-    ProcessWorker.serve, take, _answer -> reward_func  sandbox/worker.py, in the worker process
-    plain, ProcessWorker.send                          sandbox/messages.py, sandbox/worker.py
+    Worker.serve, _answer -> reward_func -> plain      sandbox/worker.py, in the worker process
       | pipe
-    WorkerProcess._listen, take                        sandbox/process.py, sandbox/handle.py
+    WorkerHandle.listen                                sandbox/handle.py
     read_scores                                        scores.py
 
 With --reward_batch_groups, `GroupBatches.score` (`reward_batches.py`) joins several groups in a call. On a cluster,
-`NodePools` also calls the pools of other nodes.
+`NodePools.call` (`node_pools.py`) passes each call to the pool of one of the nodes.
 
 With an agent file, `AgentEpisodes.run_group` (`episodes.py`) sends each sample through the same pools. `Worker._answer`
 calls `execute` of the file's executor, which sends its requests for the engine to the trainer through `EngineProxy`

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.loading import defined_in
-from openrlhf.agents.node_pools import NodePools
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import FileRewards, ServerRewards
 from openrlhf.agents.sandbox.handle import PoolLimits
@@ -62,8 +61,7 @@ def build_executor(
     )
     pool = Pool(spec, limits_of(rewards))
     pool.start()
-    pools = NodePools(pool)
-    return AgentEpisodes(pools, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
+    return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
 
 
 def limits_of(rewards: RewardFlags) -> PoolLimits:

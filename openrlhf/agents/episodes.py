@@ -13,10 +13,11 @@ from functools import partial
 from openrlhf.agents.branches import read_episode
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, sample_name
 from openrlhf.agents.futures import gather_or_cancel
-from openrlhf.agents.node_pools import NodePools, RemotePool
+from openrlhf.agents.node_pools import NodePools, RemotePool, join_nodes
 from openrlhf.agents.overrides import check_overrides, find_restriction, temperature_factors
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import EpisodeInput, WorkerSpec
+from openrlhf.agents.sandbox.pool import Pool
 from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
@@ -24,11 +25,11 @@ from openrlhf.types import Prompt, SamplingParams, Trajectory
 RETRIES = 1  # retries of an episode after a crash or a timeout
 
 
-@dataclass(frozen=True)
+@dataclass
 class AgentEpisodes:
     """GroupExecutor that runs the samples of a prompt as concurrent episodes of an agent."""
 
-    pools: NodePools
+    pool: Pool | NodePools
     context_length: int
     step_rewards: bool  # keep the reward of each turn
     on_error: OnError
@@ -36,7 +37,7 @@ class AgentEpisodes:
 
     @property
     def spec(self) -> WorkerSpec:
-        return self.pools.local.spec
+        return self.pool.spec
 
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
@@ -62,11 +63,12 @@ class AgentEpisodes:
 
     async def close(self) -> None:
         """End the worker processes."""
-        await self.pools.close()
+        await self.pool.close()
 
     async def add_pools(self, pools: Sequence[RemotePool]) -> None:
-        """Also run episodes on other nodes."""
-        await self.pools.add(pools)
+        """Also run episodes on other nodes; may be called once."""
+        assert isinstance(self.pool, Pool)
+        self.pool = await join_nodes(self.pool, pools)
 
     async def _run_episode(
         self, prompt: Prompt, number: int, params: SamplingParams, session: Session
@@ -75,7 +77,7 @@ class AgentEpisodes:
         sample, agent = sample_name(prompt, sample=number), self.spec.name
         try:
             given = EpisodeInput(prompt.text, prompt.label, params)
-            played = await self.pools.call(given, retries=RETRIES, generate=session.generate)
+            played = await self.pool.call(given, retries=RETRIES, generate=session.generate)
         except CallFailure as failure:
             # A RolloutError in the worker means that the agent violated the interface; other errors are RewardErrors.
             kind = RolloutError if failure.error_class == RolloutError.__name__ else RewardError

@@ -1,9 +1,9 @@
-"""The pools of worker processes that run user code: one on this node and, on a cluster, one on each other node.
+"""The pools of worker processes that run user code on a cluster: one on this node, and one on each other node.
 
-`FileRewards` and `AgentEpisodes` call `NodePools`, which passes each call to the least busy pool. Each pool handles
-deadlines, retries and the attribution of crashes (`sandbox/pool.py`). A pool that is lost with its node is dropped, and
-its calls start again in the others; an episode then gets the same completions for the same requests, and the engine is
-not asked again.
+In one process, `FileRewards` and `AgentEpisodes` call the `Pool` of this node. On a cluster, `join_nodes` replaces it
+by `NodePools`, which passes each call to the least busy pool. Each pool handles deadlines, retries and the attribution
+of crashes (`sandbox/pool.py`). A pool that is lost with its node is dropped, and its calls start again in the others;
+an episode then gets the same completions for the same requests, and the engine is not asked again.
 """
 
 from __future__ import annotations
@@ -53,63 +53,20 @@ class PoolLost(Exception):
 class NodePools:
     """All pools of a run, with the number of calls that each is running."""
 
-    def __init__(self, local: Pool) -> None:
-        self.local = local
-        self.running: dict[Pool | RemotePool, int] = {local: 0}
-        self.worked: tuple[RewardInput | EpisodeInput, CallResult] | None = None  # a call that succeeded on this node
+    def __init__(self, local: Pool, others: Sequence[RemotePool]) -> None:
+        self.local, self.spec = local, local.spec
+        self.running: dict[Pool | RemotePool, int] = {pool: 0 for pool in (local, *others)}
+        self._share_processes(sum(pool.share for pool in others))
 
     @property
     def capacity(self) -> float:
         """Number of calls that run at a time, in all pools."""
         return sum(pool.capacity for pool in self.running)
 
-    async def add(self, pools: Sequence[RemotePool]) -> None:
-        """Add the pools of other nodes, except those that fail on a call that succeeded on this node.
-
-        User code may depend on this node: on a file, a package or a service that other nodes lack.
-        """
-        works = await asyncio.gather(*map(self._try, pools))
-        for pool in (pool for pool, is_usable in zip(pools, works, strict=True) if is_usable):
-            self.running[pool] = 0
-            self._share_processes(pool.share)
-        if len(self.running) > 1:
-            say(f"{self.local.spec.name} runs on {len(self.running)} nodes")
-
     def _share_processes(self, count: int) -> None:
-        """Give `count` of this node's processes to another node; a negative count takes them back."""
+        """Give `count` of this node's processes to other nodes; a negative count takes them back."""
         limits = self.local.limits
         self.local.limits = replace(limits, processes=limits.processes - count)
-
-    async def _try(self, pool: RemotePool) -> bool:
-        """Repeat in a pool a call that succeeded on this node; report a failure or different rewards.
-
-        An episode gets the same completions, but may still continue differently, because environments may be random.
-        """
-        if self.worked is None:
-            return True
-        given, here = self.worked
-        known = iter(here.completions)
-
-        async def repeat(request: Request) -> Completion:
-            completion = next(known, None)
-            if completion is None:
-                raise NoMoreCompletions
-            return completion
-
-        try:
-            there = await pool.call(given, retries=0, generate=repeat)
-        except NoMoreCompletions:
-            return True
-        except CallFailure as failure:
-            say(f"{self.local.spec.name} works here but not in {pool}, which is not used: it {failure.text}")
-            return False
-        except PoolLost as loss:
-            say(f"{loss}: this node is not used for {self.local.spec.name}")
-            return False
-        if isinstance(given, RewardInput) and repr(there.result) != repr(here.result):  # NaN does not equal itself
-            say(f"{self.local.spec.name} returns different rewards in {pool} than here: this node is not used")
-            return False
-        return True
 
     async def call(
         self, given: RewardInput | EpisodeInput, *, retries: int = 0, generate: Generate = refuse_request
@@ -120,16 +77,12 @@ class NodePools:
             pool = min(self.running, key=lambda pool: self.running[pool] / pool.weight)
             self.running[pool] += 1
             try:
-                result = await pool.call(given, retries=retries, generate=answers.start())
+                return await pool.call(given, retries=retries, generate=answers.start())
             except PoolLost as loss:
                 if self.running.pop(pool, None) is not None:  # the first of its calls to notice
                     if not isinstance(pool, Pool):
                         self._share_processes(-pool.share)
                     say(f"{loss}: its calls start again on the other nodes")
-            else:
-                if pool is self.local:
-                    self.worked = self.worked or (given, result)
-                return result
             finally:
                 if pool in self.running:
                     self.running[pool] -= 1
@@ -137,6 +90,51 @@ class NodePools:
     async def close(self) -> None:
         """End the processes on this node; those on other nodes end with their actors."""
         await self.local.close()
+
+
+async def join_nodes(local: Pool, others: Sequence[RemotePool]) -> Pool | NodePools:
+    """Join this node's pool with those of other nodes, except those that fail on a call that succeeded on this node.
+
+    User code may depend on this node: on a file, a package or a service that other nodes lack.
+    """
+    works = await asyncio.gather(*(works_in(pool, local) for pool in others))
+    usable = [pool for pool, is_usable in zip(others, works, strict=True) if is_usable]
+    if not usable:
+        return local
+    say(f"{local.spec.name} runs on {len(usable) + 1} nodes")
+    return NodePools(local, usable)
+
+
+async def works_in(pool: RemotePool, local: Pool) -> bool:
+    """Repeat in a pool a call that succeeded on this node; report a failure or different rewards.
+
+    An episode gets the same completions, but may still continue differently, because environments may be random.
+    """
+    if local.worked is None:
+        return True
+    given, here = local.worked
+    known = iter(here.completions)
+
+    async def repeat(request: Request) -> Completion:
+        completion = next(known, None)
+        if completion is None:
+            raise NoMoreCompletions
+        return completion
+
+    try:
+        there = await pool.call(given, retries=0, generate=repeat)
+    except NoMoreCompletions:
+        return True
+    except CallFailure as failure:
+        say(f"{local.spec.name} works here but not in {pool}, which is not used: it {failure.text}")
+        return False
+    except PoolLost as loss:
+        say(f"{loss}: this node is not used for {local.spec.name}")
+        return False
+    if isinstance(given, RewardInput) and repr(there.result) != repr(here.result):  # NaN does not equal itself
+        say(f"{local.spec.name} returns different rewards in {pool} than here: this node is not used")
+        return False
+    return True
 
 
 class NoMoreCompletions(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from openrlhf.agents.executor import clip
 from openrlhf.agents.futures import gather_or_cancel
-from openrlhf.agents.node_pools import NodePools
+from openrlhf.agents.node_pools import NodePools, RemotePool, join_nodes
 from openrlhf.agents.reward_batches import GroupBatches
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.call import CallFailure
@@ -28,26 +28,29 @@ CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 class FileRewards:
     """Rewards from the reward_func in a .py file or from a Python function, which is called with one or more groups.
 
-    `slots` is the number of calls that start before ready groups wait for each other (default: as many as the pools run
+    `slots` is the number of calls that start before ready groups wait for each other (default: as many as the pool runs
     at a time). It is unused if `batch_groups`, the maximum number of groups in a call, is 1.
     """
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool, batch_groups: int = 1, slots: float | None = None) -> None:
-        self.pools = NodePools(pool)
+        self.pool: Pool | NodePools = pool
         self.stop_at_failure = stop_at_failure
         self.origin = pool.spec.name
         self.batches: GroupBatches | None = None
         if batch_groups > 1:
-            self.batches = GroupBatches(
-                self.call, batch_groups, lambda: self.pools.capacity if slots is None else slots
-            )
+            self.batches = GroupBatches(self.call, batch_groups, lambda: self.pool.capacity if slots is None else slots)
+
+    async def add_pools(self, pools: Sequence[RemotePool]) -> None:
+        """Also run the reward function on other nodes; may be called once."""
+        assert isinstance(self.pool, Pool)
+        self.pool = await join_nodes(self.pool, pools)
 
     async def call(self, samples: Samples) -> list[Scored | RewardError]:
         """Call reward_func once; raise CallFailure if it fails, RewardError if its result as a whole is malformed."""
         prompts = [prompt.text for prompt in samples.prompts]
         labels = [prompt.label for prompt in samples.prompts]
         given = RewardInput(list(samples.queries), prompts, labels, samples.seed)
-        return read_scores((await self.pools.call(given)).result, samples, self.origin)
+        return read_scores((await self.pool.call(given)).result, samples, self.origin)
 
     async def score(self, group: Samples) -> list[Scored | RewardError]:
         """Score the samples of one prompt, and return an error for each one that fails.

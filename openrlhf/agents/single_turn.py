@@ -68,9 +68,9 @@ class SingleTurnSamples:
     async def add_pools(self, pools: Sequence[RemotePool]) -> None:
         """Also run the reward function on other nodes."""
         if isinstance(self.rewards, FileRewards):
-            await self.rewards.pools.add(pools)
+            await self.rewards.add_pools(pools)
 
     async def close(self) -> None:
         """End the processes of a reward file."""
         if isinstance(self.rewards, FileRewards):
-            await self.rewards.pools.close()
+            await self.rewards.pool.close()

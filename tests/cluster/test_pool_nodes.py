@@ -11,6 +11,7 @@ import pytest
 from openrlhf.agents.build import build_executor, reward_spec
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
+from openrlhf.agents.sandbox.pool import Pool
 from openrlhf.agents.scores import Samples, Scored
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.pool_nodes import PoolNode, share_processes
@@ -102,7 +103,7 @@ def test_calls_run_on_all_nodes_and_survive_the_loss_of_one(write, tmp_path, cap
             os.kill(await pid_of(other.process), signal.SIGKILL)
             (tmp_path / "go").touch()
             scores = await asyncio.wait_for(asyncio.gather(*calls), WATCHDOG)
-            return before, scores, list(executor.rewards.pools.running) == [executor.rewards.pools.local]
+            return before, scores, list(executor.rewards.pool.running) == [executor.rewards.pool.local]
 
     before, scores, is_dropped = asyncio.run(play())
     assert is_dropped
@@ -126,10 +127,10 @@ def test_a_node_on_which_the_reward_fails_is_not_used(write, tmp_path, monkeypat
         async with opened(write("os.environ['ONLY_ON_THE_DRIVER']")) as (executor, pools):
             await executor.rewards.score(group(0, "a"))  # as in the test with made-up answers
             await executor.add_pools(pools)
-            pool = executor.rewards.pools
-            return len(pools), list(pool.running) == [pool.local], pool.local.limits.processes
+            pool = executor.rewards.pool
+            return len(pools), type(pool), pool.limits.processes
 
-    assert asyncio.run(play()) == (1, True, 2)
+    assert asyncio.run(play()) == (1, Pool, 2)
     assert "it raised KeyError: 'ONLY_ON_THE_DRIVER'" in capsys.readouterr().err
 
 

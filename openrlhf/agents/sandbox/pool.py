@@ -8,7 +8,7 @@ it generates:
 
     trainer's loop          pool's loop (thread)                     worker process
     Pool.call       ->      _run, _assign -> WorkerProcess.send  ->  Worker.serve -> user code
-                    <-      Call.answer   <- WorkerProcess._listen <- Worker.send
+                    <-      Call.answer   <- WorkerHandle.listen <-  Worker.send
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Pool:
         self.calls: set[Call] = set()  # all unfinished calls
         self.numbers = itertools.count()
         self.max_calls = math.inf  # concurrent calls in a process; further calls are queued
+        self.worked: tuple[RewardInput | EpisodeInput, CallResult] | None = None  # the first call that succeeded
         self.closed = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="openrlhf-agents")
@@ -83,7 +84,7 @@ class Pool:
         return self.limits.processes if self.max_calls == math.inf else self.capacity
 
     async def call(
-        self, given: RewardInput | EpisodeInput, *, retries: int, generate: Generate = refuse_request
+        self, given: RewardInput | EpisodeInput, *, retries: int = 0, generate: Generate = refuse_request
     ) -> CallResult:
         """Run user code on its input and return its result, or raise CallFailure.
 
@@ -129,10 +130,12 @@ class Pool:
             self._assign()
             await asyncio.wait({call.answer})
             async with call.engine_turn:  # the session may be closed only after its last request was answered
-                result = call.answer.result()  # raises the call's failure
+                answer = call.answer.result()  # raises the call's failure
                 requests = [call.requests[number] for number in sorted(call.requests)]
                 completions = tuple(request_answer.result() for _, request_answer in requests)
-                return CallResult(result, completions, tuple(request.params for request, _ in requests))
+                result = CallResult(answer, completions, tuple(request.params for request, _ in requests))
+            self.worked = self.worked or (call.input, result)
+            return result
         finally:
             self.calls.remove(call)
             if call in self.queue:
