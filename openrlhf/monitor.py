@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 PAUSE = 10.0  # seconds between lines about progress in a log file
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<LEFT, {rate_fmt}{postfix}]"
+BRIEF_DELAY = 1.0  # seconds before the bar of a part of a run appears, so that short parts do not flicker
 # Quoted text must not move the cursor, set the clipboard or retitle the window; only line breaks and tabs take effect.
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in "\n\t"}
@@ -91,6 +93,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.hidden = hidden or not is_main_process()
         self.shown: Mapping[str, float] = {}
         self.counted = 0  # updates since the start, for the rate
+        self.outside = 0.0  # seconds between updates that the rate leaves out
         self.told_at = self.started = time.monotonic()
         self.told = done  # progress in the last printed line
         self.bar: tqdm[NoReturn] | None = None
@@ -99,32 +102,49 @@ class Progress(AbstractContextManager["Progress"]):
             from tqdm import tqdm  # imported late to keep flag parsing fast
 
             pause = 1.0 if notebook else 0.1  # seconds between updates
-            self.bar = tqdm(total=total, initial=done, desc=name, unit=unit, leave=not brief, mininterval=pause)
+            delay = BRIEF_DELAY if brief else 0.0
+            self.bar = tqdm(
+                total=total, initial=done, desc=name, unit=unit, leave=not brief, mininterval=pause, delay=delay
+            )
             Progress.open_bars += 1
 
     def advance(self, shown: Mapping[str, float] | None = None) -> None:
         """Count one more unit, and show these values next to it."""
-        self.done += 1
-        self.counted += 1
-        self.shown = shown or {}
+        self.show(shown or {}, count=1)
+
+    def show(self, shown: Mapping[str, float], *, count: int = 0) -> None:
+        """Show these values next to the progress, and count this many more units."""
+        self.done += count
+        self.counted += count
+        self.shown = shown
         if self.bar is not None:
             self.bar.set_postfix({name: shown_number(value) for name, value in self.shown.items()}, refresh=False)
-            self.bar.update()
+            # tqdm estimates the time left from the rate alone.
+            left = self.bar.format_interval(self.seconds_left) if self.counted else "?"
+            self.bar.bar_format = BAR.replace("LEFT", left)
+            self.bar.update(count)
         elif not self.hidden and time.monotonic() - self.told_at >= PAUSE:
             self._tell()
 
     def _tell(self) -> None:
         """Print a line such as `train: step 20 of 100, 2.1 s/step, 3 min left, loss 0.52`."""
-        each = (time.monotonic() - self.started) / max(self.counted, 1)
-        line = f"{self.name}: {self.unit} {self.done} of {self.total}, {each:.3g} s/{self.unit}"
-        if self.done < self.total:
-            line += f", {shown_time(each * (self.total - self.done))} left"
+        line = f"{self.name}: {self.unit} {self.done} of {self.total}"
+        if self.counted:
+            line += f", {(time.monotonic() - self.started) / self.counted:.3g} s/{self.unit}"
+            line += f", {shown_time(self.seconds_left)} left" if self.done < self.total else ""
         say(line + "".join(f", {name} {shown_number(value)}" for name, value in self.shown.items()))
         self.told, self.told_at = self.done, time.monotonic()
 
+    @property
+    def seconds_left(self) -> float:
+        """Time until the end, once a unit is counted; evaluations are expected to go on taking as much of it."""
+        spent = time.monotonic() - self.started + self.outside
+        return spent / self.counted * (self.total - self.done)
+
     def leave_out(self, seconds: float) -> None:
-        """Leave time without possible progress out of the rate and the time left."""
+        """Leave time without possible progress out of the rate and, before the first update, out of the time left."""
         self.started += seconds
+        self.outside += seconds if self.counted else 0.0
         if self.bar is not None:
             self.bar.start_t += seconds
             self.bar.last_print_t += seconds
@@ -194,7 +214,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self.progress.advance(shown)
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude time outside steps (evaluation, checkpoints) from the rate and the time left."""
+        """Exclude time outside steps (evaluation, checkpoints) from the rate, but not from the time left."""
         self.progress.leave_out(seconds)
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:

@@ -138,10 +138,15 @@ def test_on_a_terminal_a_bar_shows_the_step_and_lines_are_printed_above_it(monke
     assert Progress.open_bars == 0
 
 
-def test_a_brief_bar_disappears(monkeypatch):
+def test_a_brief_bar_appears_if_it_takes_long_and_disappears(monkeypatch):
     terminal = open_terminal(monkeypatch)
-    with Progress("evaluate", total=2, unit="batch", brief=True) as progress:
-        progress.advance()
+    for seconds in (0, 100):
+        with Progress("evaluate", total=2, unit="batch", brief=True) as progress:
+            progress.bar.start_t -= seconds
+            progress.bar.last_print_t -= seconds
+            progress.show({"tokens": 8})
+            assert ("evaluate:   0%" in terminal.getvalue()) == (seconds > 0)
+            assert ("<?, ?batch/s, tokens=8]" in terminal.getvalue()) == (seconds > 0)
     assert terminal.getvalue().endswith("\r")
 
 
@@ -187,14 +192,39 @@ def test_a_short_run_and_a_resumed_one_get_one_line_at_their_end(clock, capsys):
     assert capsys.readouterr().err == "openrlhf: train: step 4 of 4, 0.5 s/step\n"
 
 
-def test_time_outside_steps_is_excluded_from_the_rate(clock, capsys):
-    with Monitor(total_steps=3) as monitor:
-        for outside in (0.0, 3600.0):
+def test_time_outside_steps_is_excluded_from_the_rate_and_expected_again(clock, capsys):
+    """One evaluation of an hour before the first step, and one of a minute after each second step."""
+    with Monitor(total_steps=6) as monitor:
+        for step, outside in enumerate((3600.0, 0.0, 60.0, 0.0)):
+            if step > 0:
+                clock[0] += 10.0
+                monitor.advance({})
+            clock[0] += outside
+            monitor.leave_out(outside)
+    assert capsys.readouterr().err.splitlines() == [
+        "openrlhf: train: step 1 of 6, 10 s/step, 50 s left",
+        "openrlhf: train: step 2 of 6, 10 s/step, 40 s left",
+        "openrlhf: train: step 3 of 6, 10 s/step, 90 s left",  # a third of 30 + 60 seconds for each step
+    ]
+
+
+def test_the_bar_shows_the_same_time_left_as_the_lines(monkeypatch, clock):
+    terminal = open_terminal(monkeypatch)
+    with Monitor(total_steps=4) as monitor:
+        for outside in (60.0, 0.0):
             clock[0] += 10.0
             monitor.advance({})
             clock[0] += outside
             monitor.leave_out(outside)
-    assert "step 2 of 3, 10 s/step, 10 s left" in capsys.readouterr().err
+        monitor.progress.bar.refresh()
+    assert "<01:20, " in terminal.getvalue()
+
+
+def test_without_a_counted_unit_a_line_shows_no_rate(clock, capsys):
+    with Progress("generate", total=8, unit="response", brief=True) as progress:
+        clock[0] += 20.0
+        progress.show({"tokens": 512})
+    assert capsys.readouterr().err == "openrlhf: generate: response 0 of 8, tokens 512\n"
 
 
 def test_time_outside_steps_is_excluded_from_the_rate_of_a_bar(monkeypatch):

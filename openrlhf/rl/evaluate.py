@@ -13,6 +13,7 @@ import numpy as np
 from openrlhf.agents.branches import last_of_episodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import generates_in_lockstep
 from openrlhf.monitor import Progress
 from openrlhf.rl.experience import with_model_rewards
 from openrlhf.rl.rollouts import run_groups
@@ -28,7 +29,9 @@ async def evaluate(
 
     `config` is the result of `runtime.evaluation_config`.
     """
-    with Progress("evaluate", total=len(prompts), unit="prompt", brief=True) as progress:
+    # In lockstep, prompts end together, and the engine shows the progress of its responses.
+    hidden = generates_in_lockstep(config)
+    with Progress("evaluate", total=len(prompts), unit="prompt", hidden=hidden, brief=True) as progress:
         results = await run_groups(prompts, engine, executor, config, progress)
     trajectories = [item for result in results for item in result.trajectories]
     # Evaluation uses one score per sample, so step rewards are not needed.

@@ -172,7 +172,8 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         network = models.wake_policy().network
         whole = config.rollout.whole_log_probs
         own = plain_copy(network) if asynchronous else network
-        engine = HFEngine(own, tokenizer, whole_log_probs=whole, timeout=config.engines.engine_timeout)
+        timeout = config.engines.engine_timeout
+        engine = HFEngine(own, tokenizer, whole_log_probs=whole, timeout=timeout, shows_progress=True)
         try:
             if not config.rollout.replay:
                 engine.prepare()

@@ -30,6 +30,7 @@ from openrlhf.event_loop import mark_retrieved
 from openrlhf.models.forward import Network
 from openrlhf.models.modes import evaluating
 from openrlhf.models.plain import checkpoint_places, load_weights
+from openrlhf.monitor import Progress
 from openrlhf.rollout.decoding import Decoding, DecodingRows
 from openrlhf.rollout.decoding_check import choose_decoding
 from openrlhf.rollout.engine import Checksums, Part, Weights
@@ -73,11 +74,13 @@ class HFEngine:
         max_rows: int = 256,
         whole_log_probs: bool = False,  # over the whole vocabulary, even if sampling is limited to a part of it
         timeout: float | None = None,  # end the program after this many seconds without a new token
+        shows_progress: bool = False,  # of long batches, on the console
     ) -> None:
         self.network = network
         self.tokenizer = tokenizer
         self.max_rows = max_rows
         self.whole_log_probs = whole_log_probs
+        self.shows_progress = shows_progress
         self.version = 0
         self.watch = None if timeout is None else ProgressWatch(timeout, end_hanging_program)
         self.may_generate = asyncio.Event()
@@ -116,10 +119,14 @@ class HFEngine:
         await self.may_generate.wait()
         requests, self.next_batch = list(self.gathered), None
         self.gathered.clear()
-        return self.complete(requests)
+        hidden = not self.shows_progress
+        with Progress("generate", total=len(requests), unit="response", hidden=hidden, brief=True) as progress:
+            return self.complete(requests, progress=progress)
 
     @torch.no_grad()
-    def complete(self, requests: Sequence[Request], on_done: OnDone | None = None) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], on_done: OnDone | None = None, progress: Progress | None = None
+    ) -> list[Completion]:
         """Return all completions in the order of the requests; `on_done` is called with each index and completion."""
         waiting = [RunningRow(index, request) for index, request in enumerate(requests)]
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # rows of similar length need little padding
@@ -131,6 +138,9 @@ class HFEngine:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 completions |= finished
+                if progress and running:
+                    longest = max(len(row.token_ids) for row in running.rows)
+                    progress.show({"tokens of the longest": longest}, count=len(finished))
                 if on_done:
                     for index, completion in finished.items():
                         on_done(index, completion)
