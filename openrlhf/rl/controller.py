@@ -204,11 +204,13 @@ class Controller:
             if not generates_in_lockstep(self.config) and (line := describe(version, values)):
                 self.monitor.tell(line)
         self.monitor.advance(in_progress_bar(values))
-        if logs.eval_steps > 0 and version % logs.eval_steps == 0:
-            await self.evaluate()
-        with explain_memory(self.config, SAVING, self.machine):
-            await after_step(self)
-        self._between_steps(now)
+        try:
+            if logs.eval_steps > 0 and version % logs.eval_steps == 0:
+                await self.evaluate()
+            with explain_memory(self.config, SAVING, self.machine):
+                await after_step(self)
+        finally:  # an interrupted run shows its rate, too
+            self._between_steps(now)
         self._open_rollouts()
         async with self.changed:
             self.changed.notify_all()

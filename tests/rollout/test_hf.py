@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from openrlhf import monitor
 from openrlhf.agents.trajectory import join_turn
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import Layout
@@ -304,14 +305,24 @@ def test_an_engine_without_new_tokens_ends_the_program(tmp_path):
     )
 
 
+def test_a_long_batch_shows_its_progress_if_asked_to(network, tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(monitor, "PAUSE", 0.0)  # every change gets a line
+    asked = requests(tokenizer, temperature=0.0)
+    for shows_progress in (False, True):
+        asyncio.run(HFEngine(network, tokenizer, shows_progress=shows_progress).generate(asked))
+        lines = capsys.readouterr().err.splitlines()
+        assert bool(lines) == shows_progress
+    assert lines[0] == f"openrlhf: generate: response 0 of {len(asked)}, tokens of the longest 1"
+
+
 def test_calls_of_the_same_iteration_run_as_one_batch(network, tokenizer, monkeypatch):
     engine, asked = HFEngine(network, tokenizer), requests(tokenizer, temperature=0.0)
     batches = []
     honest = HFEngine.complete
 
-    def complete(self, given, on_done=None):
+    def complete(self, given, on_done=None, progress=None):
         batches.append(len(given))
-        return honest(self, given, on_done)
+        return honest(self, given, on_done, progress)
 
     monkeypatch.setattr(HFEngine, "complete", complete)
 
