@@ -42,6 +42,7 @@ SCALARS = {
     "whole_vocabulary": pa.bool_(),
     "episode": pa.int64(),
 }
+OPTIONAL = ("temperature_factors", "routed_experts", "episode")  # null in a sample that has none
 STEPS = pa.list_(pa.struct([("place", pa.int32()), ("reward", pa.float64())]))
 Fields: TypeAlias = dict[str, Any]  # arguments of a dataclass, as read from a file
 
@@ -142,7 +143,9 @@ def read_about(path: Path) -> Any:
 
 
 def samples_of(table: pa.Table) -> list[Trajectory]:
-    """Return the samples of a table; their arrays are views of its columns."""
+    """Return the samples of a table; their arrays are views of its columns. Raise ValueError for a missing value."""
+    for name in (*ARRAYS, *SCALARS, "prompt", "extra_logs", "step_rewards"):
+        must_have_values(name, table.column(name).drop_null() if name in OPTIONAL else table.column(name))
     arrays = {name: split_column(table.column(name)) for name in ARRAYS}
     experts: list[NDArray[np.generic] | None] = [None] * len(table)
     layers = [0] * len(table)
@@ -164,6 +167,17 @@ def samples_of(table: pa.Table) -> list[Trajectory]:
     return found
 
 
+def must_have_values(name: str, column: pa.ChunkedArray) -> None:
+    """Raise ValueError if a value of a column, or of its lists or structs, is null."""
+    if column.null_count:
+        raise ValueError(f"a value of {name} is null")
+    if pa.types.is_list(column.type):
+        must_have_values(name, pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type))
+    elif pa.types.is_struct(column.type):
+        for field, values in zip(column.type, column.flatten(), strict=True):
+            must_have_values(f"{name}.{field.name}", values)
+
+
 def split_column(column: pa.ChunkedArray) -> list[NDArray[np.generic] | None]:
     """Return the list of each row as an array; None for a null."""
     found: list[NDArray[np.generic] | None] = []
@@ -177,6 +191,10 @@ def split_column(column: pa.ChunkedArray) -> list[NDArray[np.generic] | None]:
 def trajectory_of(line: Fields) -> Trajectory:
     """Return the trajectory of a line that an older version wrote."""
     known: Fields = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
+    for name, value in known.items():
+        values = value if name in ARRAYS and value is not None else [value]
+        if name not in OPTIONAL and None in values:
+            raise ValueError(f"a value of {name} is null")
     prompt: Fields = dict(line["prompt"])
     known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
     for name, dtype in ARRAYS.items():
