@@ -7,7 +7,7 @@ it is, which is also how an upload that failed after training is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,10 @@ from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.models.load import DTYPES, load_causal_lm, load_scalar_model, load_tokenizer, read_config
 from openrlhf.models.merge import CPU, FULL, TASKS, adapter_settings, merge_adapter
 from openrlhf.monitor import say
-from openrlhf.training.atomic_folder import exporting, remove_leftovers
+from openrlhf.training.atomic_folder import MARKERS, exporting, remove_leftovers
 from openrlhf.training.card_example import Kind
 from openrlhf.training.disk_space import show
+from openrlhf.training.final_save import warn_of_model
 from openrlhf.training.folder_lock import hold_folder
 from openrlhf.training.hub import check_login, push_folder
 from openrlhf.training.model_card import write_card
@@ -63,7 +64,7 @@ def run(config: ExportConfig) -> Path:
     flags = config.export
     folder = Path(flags.output_path or str(flags.pretrain)).expanduser()
     if flags.output_path:
-        with converting_to(folder):
+        with converting_to(folder, MARKERS if flags.gguf is None else (MODEL,)):
             if flags.gguf is None:
                 dtype = config.model.param_dtype
                 save_for_transformers(folder, load_source(str(flags.pretrain), DTYPES[dtype]), dtype)
@@ -74,11 +75,15 @@ def run(config: ExportConfig) -> Path:
 
 
 @contextmanager
-def converting_to(folder: Path) -> Iterator[None]:
-    """Lock the output folder while a model is converted on the CPU, and delete leftovers of killed runs."""
+def converting_to(folder: Path, replaced: Sequence[str] = MARKERS) -> Iterator[None]:
+    """Lock the output folder while a model is converted on the CPU, and delete leftovers of killed runs.
+
+    A line says so if one of the files that will be `replaced` exists.
+    """
     choose_device("cpu")
     with hold_folder(folder, "--output_path"):
         remove_leftovers(folder.parent, lambda name: name == folder.name)
+        warn_of_model("output_path", folder, replaced)
         yield
 
 

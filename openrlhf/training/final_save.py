@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -50,8 +50,14 @@ def warn_if_replaced(config: TrainingConfig) -> None:
     """Print a line if --save_path holds a model that this run will replace; not for a resumed run's own model."""
     folder = Path(config.checkpoints.save_path)
     names = MARKERS[1:] if config.lora.lora_rank else MARKERS  # an adapter does not replace a full model
-    if not config.checkpoints.load_checkpoint and any((folder / name).exists() for name in names):
-        say(f"--save_path {folder} has a model, which this run will replace. Try: another --save_path to keep it")
+    if not config.checkpoints.load_checkpoint:
+        warn_of_model("save_path", folder, names)
+
+
+def warn_of_model(flag: str, folder: Path, names: Sequence[str] = MARKERS) -> None:
+    """Print a line if the folder of a flag has one of the files, which show that there is a model."""
+    if any((folder / name).exists() for name in names):
+        say(f"--{flag} {folder} has a model, which this run will replace. Try: another --{flag} to keep it")
 
 
 class FinalSave:

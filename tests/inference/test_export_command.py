@@ -146,6 +146,14 @@ def test_an_adapter_becomes_a_gguf_file_that_is_prompted_as_in_training(tmp_path
     assert "openrlhf train_sft" in card  # carried over
 
 
+def test_a_replaced_export_is_announced(tmp_path, capfd):
+    line = "--output_path exported has a model, which this run will replace. Try: another --output_path"
+    source = make_byte_model(tmp_path / "model", num_hidden_layers=1)
+    for flags, is_replaced in (({}, False), ({"gguf": "f16"}, False), ({}, True), ({"gguf": "f16"}, True)):
+        export(source, **flags)
+        assert (line in capfd.readouterr().err) == is_replaced
+
+
 def test_models_for_transformers_are_merged_and_converted(tmp_path, models):
     data = {"dataset": write_rows(tmp_path / "rows.jsonl", pairs(16))}
     flags = FAST | PAIRS | data | {"pretrain": models(), "save_path": "rm", "ckpt_path": "ckpt", "lora_rank": 4}
