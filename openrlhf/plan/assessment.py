@@ -124,10 +124,10 @@ class Assessment:
                 f"{self.host_room / GIB:.1f} GiB: {parts}"
             )
         parts = ", ".join(map(str, largest(peak.device)))
-        return (
-            f"{peak.phase} needs {total(peak.device) / GIB:.1f} GiB of {self.memory / GIB:.1f} GiB on each device of "
-            f"{self.fullest.name}: {parts}"
-        )
+        where = "of host memory" if self.machine.gpu is None else "on each device"
+        models = "" if len(self.groups) == 1 else f" of {self.fullest.name}"
+        sizes = f"{total(peak.device) / GIB:.1f} GiB of {self.memory / GIB:.1f} GiB"
+        return f"{peak.phase} needs {sizes} {where}{models}: {parts}"
 
 
 def assess(work: Workload, machine: Machine, shapes: Shapes) -> Assessment:

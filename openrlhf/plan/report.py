@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from openrlhf.monitor import shown_count
 from openrlhf.plan.assessment import Assessment, remedy, suggestions
 from openrlhf.plan.estimate import GroupMemory, PhaseMemory
 from openrlhf.plan.gpus import GIB
@@ -20,10 +21,13 @@ def render(plan: Assessment, command: str) -> str:
     each = "" if plan.machine.gpu is None else f", {plan.memory / GIB:.1f} GiB each"
     lines = [f"{command} on {plan.machine}{each}", *model_lines(plan)]
     for group in plan.groups:
-        many = "" if group.devices == 1 else f" (each of {group.devices})"
-        lines += ["", *table(f"GiB on a device of {group.name}{many}", group, lambda phase: phase.device)]
-        if plan.machine.gpu is not None:
-            lines += ["", *table(f"GiB of host memory on a node of {group.name}", group, lambda phase: phase.host)]
+        models = "" if len(plan.groups) == 1 else f": {group.name}"
+        if plan.machine.gpu is None:
+            lines += ["", *table("GiB of host memory", group, lambda phase: phase.device)]
+            continue
+        devices = "the GPU" if group.devices == 1 else f"each of {group.devices} GPUs"
+        lines += ["", *table(f"GiB on {devices}{models}", group, lambda phase: phase.device)]
+        lines += ["", *table(f"GiB of host memory on a node{models}", group, lambda phase: phase.host)]
     if plan.seconds:
         lines += ["", "seconds of a step, limited by"]
         lines += [f"  {one.phase:<12}{one.seconds:>9.1f}  {one.limit}" for one in plan.seconds]
@@ -35,8 +39,8 @@ def model_lines(plan: Assessment) -> list[str]:
     for group in plan.work.groups:
         for model in group.models:
             shape = plan.shapes[model.name, model.scalar]
-            active = f", {shape.active / 1e9:.1f}B active" if shape.routed else ""
-            lines.append(f"  {model.role:<14}{shape.parameters / 1e9:.2f}B parameters{active}  {model.name}")
+            active = f", {shown_count(round(shape.active))} active" if shape.routed else ""
+            lines.append(f"  {model.role:<14}{shown_count(round(shape.parameters))} parameters{active}  {model.name}")
     return lines
 
 

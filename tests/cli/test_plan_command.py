@@ -30,7 +30,9 @@ def test_each_command_has_a_plan(command, folder, tmp_path, capsys):
     main(["plan", command, *as_argv({"pretrain": folder, "gpus": "8xH100", "nodes": 8} | more)])
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{command} on 8 nodes of 8 x H100, 79.1 GiB each\n")
-    for text in ("GiB on a device of ", "GiB of host memory on a node of ", "seconds of a step", "The run fits: "):
+    models = ": policy" if command == "train_ppo_ray" else " "
+    gpus = "GiB on the GPU " if command == "train_ppo" else f"GPUs{models}"
+    for text in (gpus, f"GiB of host memory on a node{models}", "seconds of a step", "The run fits: "):
         assert text in captured.out
     assert list(tmp_path.iterdir()) == []
 

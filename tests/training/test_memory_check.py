@@ -39,7 +39,7 @@ def test_a_run_that_cannot_fit_is_rejected_with_its_largest_terms_and_flags(larg
         check_memory(config_of(large), Machine(GPUS["T4"]))
     message = str(caught.value)
     assert message.startswith("the run cannot fit: training needs ")
-    assert "of 14.6 GiB on each device of model: model optimizer states " in message
+    assert "of 14.6 GiB on each device: model optimizer states " in message
     assert message.endswith("Try: --adam_offload, or --skip_memory_check to start anyway")
 
 
