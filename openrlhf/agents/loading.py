@@ -6,14 +6,15 @@ function's signature, without trial calls. User functions may be sync or async.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from openrlhf.agents.foreign_rewards import must_be_ours
@@ -35,19 +36,27 @@ class RewardFunction:
         return self.function(queries, prompts, labels)
 
 
+class UncachedLoader(SourceFileLoader):
+    """Compiles the file each time: Python's cache misses changes within a second that keep the size of the file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_module(file: str) -> ModuleType:
     """Execute the file as a new module with a unique name; it can import other modules from its folder."""
     path = Path(file).expanduser().resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     name = f"openrlhf_user_{path.stem}_{next(_numbers)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    loader = UncachedLoader(name, str(path))
+    spec = spec_from_file_location(name, path, loader=loader)
+    if spec is None or path.suffix != ".py":
         raise ConfigError(f"{file} cannot be loaded: expected a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look it up by name
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except SyntaxError as error:  # in the file, or in a module that it imports
         line = "" if error.text is None else f": {error.text.strip()}"
         place = f"{error.filename}:{error.lineno}{line}"

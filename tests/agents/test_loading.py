@@ -1,4 +1,5 @@
 import asyncio
+import os
 
 import pytest
 
@@ -115,6 +116,14 @@ def test_file_is_executed_at_each_load_and_can_import_from_its_folder(write):
     first = load_module(file)
     first.seen.append(6)
     assert load_module(file).seen == [5]
+
+
+def test_a_file_that_changes_within_a_second_is_compiled_again(write, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    for value in range(3):
+        file = write(f"VALUE = {value}")
+        os.utime(file, (1, 1))
+        assert value == load_module(file).VALUE
 
 
 def test_async_init_is_awaited():
