@@ -68,6 +68,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("numbers_are_in_range", "train_sft", "--zero_stage 4", "--zero_stage is 4|0, 1, 2 or 3"),
     ("numbers_are_in_range", "train_sft", "--adam_betas 0.9 1.0", "--adam_betas is 1.0|below 1"),
     ("numbers_are_in_range", "train_sft", "--learning_rate nan", "--learning_rate is nan|0 or more"),
+    ("numbers_are_in_range", "train_sft", "--seed -1", "--seed is -1|between 0 and 2^32 - 1"),
     ("numbers_are_in_range", "train_sft", "--save_steps 0", "--save_steps is 0|above 0, or -1"),
     ("numbers_are_in_range", "train_dpo", "--label_smoothing 0.7", "--label_smoothing is 0.7|between 0 and 0.5"),
     (

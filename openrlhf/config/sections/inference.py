@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, Range, flag
+from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, SEED, Range, flag
 from openrlhf.config.sections.data import INPUT_HELP, SourceFlags
 from openrlhf.config.sections.training import ZERO_STAGE
 
@@ -67,7 +67,7 @@ class BatchTaskFlags:
     enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes.")
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
     local_rank: int = flag(-1, "Set by the launcher.")
-    seed: int = flag(1234, "Random seed.")
+    seed: int = flag(1234, "Random seed.", SEED)
     full_determinism: bool = flag(False, "Use deterministic kernels, which are slower.")
 
 

@@ -7,7 +7,7 @@ learning has one learning rate for the policy and one for the critic.
 from dataclasses import dataclass
 from typing import Literal
 
-from openrlhf.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_MINUS_ONE, SHARE, Range, flag
+from openrlhf.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_MINUS_ONE, SEED, SHARE, Range, flag
 
 Backend = Literal["auto", "local", "deepspeed", "fsdp"]
 ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
@@ -24,7 +24,7 @@ class BatchFlags:
     max_epochs: int = flag(1, "Passes over the data (in RL: over each rollout).", POSITIVE, essential=True)
     max_steps: int | None = flag(None, "Stop after this many optimizer steps (in RL: rollouts).", POSITIVE)
     packing_samples: bool = flag(False, "Concatenate samples instead of padding them.", essential=True)
-    seed: int = flag(42, "Random seed.")
+    seed: int = flag(42, "Random seed.", SEED)
     full_determinism: bool = flag(False, "Use deterministic kernels, which are slower.")
 
 
