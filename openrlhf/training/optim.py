@@ -22,6 +22,7 @@ from openrlhf.monitor import say
 # Substrings of the names of parameters without weight decay: biases and weights of normalisation layers.
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+OTHER_SCHEDULER = "--lr_scheduler cosine_with_min_lr"
 
 INITIAL_SCALE = 65536.0  # initial loss scale
 LEAST_SCALE = 1.0  # minimum loss scale
@@ -47,11 +48,16 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
             num_training_steps=total_steps,
             scheduler_specific_kwargs=kwargs,
         )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"--lr_scheduler {name}: {first_line(error)}") from None
+    except TypeError as error:
+        raise ConfigError(
+            f"--lr_scheduler {name} needs settings that have no flag: {first_line(error)}", try_this=OTHER_SCHEDULER
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--lr_scheduler {name}: {first_line(error)}", try_this=OTHER_SCHEDULER) from None
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
         raise ConfigError(
-            f"--lr_scheduler {name} depends on the loss, not on the step, so it cannot be resumed exactly"
+            f"--lr_scheduler {name} depends on the loss, not on the step, so it cannot be resumed exactly",
+            try_this=OTHER_SCHEDULER,
         )
     return made.lr_lambdas[0]
 
