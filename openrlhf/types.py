@@ -346,5 +346,5 @@ class Trajectory:
     step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
     temperature_factors: NDArray[np.float32] | None = None  # [tokens]: sampling temperature / --temperature; None: 1
     routed_experts: NDArray[np.int16] | None = None  # [tokens, layers, k], see Completion; -1 if not reported
-    whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty restricted sampling in any turn
+    whole_vocabulary: bool = True  # False if the engine's log-probs of any turn exclude or penalise tokens
     episode: int | None = None  # equal for the trajectories of an episode with several of them, which share its reward

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.loading import defined_in
+from openrlhf.agents.overrides import EngineLogProbs
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import FileRewards, ServerRewards
 from openrlhf.agents.sandbox.handle import PoolLimits
@@ -38,15 +39,14 @@ def build_executor(
     context_length: int,
     trust_remote_code: bool = False,
     template: TemplateFlags | None = None,
-    compares_engine: bool = False,
+    log_probs: EngineLogProbs | None = None,
     in_lockstep: bool = False,
 ) -> GroupExecutor:
     """Build the executor for an agent, a reward function, reward servers, or none of them.
 
     With none of them, reward models score the samples later. A file is loaded immediately in a first worker process, so
-    that errors in it are reported before training. `compares_engine` means that the loss compares the log-probs of
-    engine and trainer. `in_lockstep` means that the engine answers in batches, so that the groups of a batch are ready
-    at the same time.
+    that errors in it are reported before training. `in_lockstep` means that the engine answers in batches, so that the
+    groups of a batch are ready at the same time.
     """
     if not rewards.agent_func_path:
         source = reward_source(rewards, in_lockstep=in_lockstep)
@@ -61,7 +61,8 @@ def build_executor(
     )
     pool = Pool(spec, limits_of(rewards))
     pool.start()
-    return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
+    known = log_probs or EngineLogProbs()
+    return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, known)
 
 
 def limits_of(rewards: RewardFlags) -> PoolLimits:

@@ -7,14 +7,14 @@ becomes several trajectories (`branches`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from openrlhf.agents.branches import read_episode
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, sample_name
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.agents.node_pools import NodePools, RemotePool, join_nodes
-from openrlhf.agents.overrides import check_overrides, find_restriction, temperature_factors
+from openrlhf.agents.overrides import EngineLogProbs, check_overrides, find_mismatch, temperature_factors
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import EpisodeInput, WorkerSpec
 from openrlhf.agents.sandbox.pool import Pool
@@ -33,7 +33,7 @@ class AgentEpisodes:
     context_length: int
     step_rewards: bool  # keep the reward of each turn
     on_error: OnError
-    compares_engine: bool = False  # the loss compares the engine's log-probs with the trainer's
+    log_probs: EngineLogProbs = field(default_factory=EngineLogProbs)
 
     @property
     def spec(self) -> WorkerSpec:
@@ -84,7 +84,7 @@ class AgentEpisodes:
             text = failure.text if failure.error_class else f"{agent} {failure.text}"
             raise failure.to_error(kind, f"{text}, for {sample}") from None
         try:
-            check_overrides(params, played.params, compares_engine=self.compares_engine)
+            check_overrides(params, played.params, self.log_probs)
             read = partial(
                 read_trajectory,
                 prompt=prompt,
@@ -93,7 +93,7 @@ class AgentEpisodes:
                 step_rewards=self.step_rewards,
                 scored_later=self.spec.scored_later,
                 temperature_factors=temperature_factors(params, played.params),
-                whole_vocabulary=not any(map(find_restriction, played.params)),
+                whole_vocabulary=not any(find_mismatch(params, turn, self.log_probs) for turn in played.params),
             )
             return read_episode(played.result, number, read, step_rewards=self.step_rewards)
         except (RewardError, RolloutError) as error:

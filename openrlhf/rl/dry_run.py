@@ -21,10 +21,11 @@ from huggingface_hub import try_to_load_from_cache
 from openrlhf.agents.branches import last_of_episodes
 from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, shorten
+from openrlhf.agents.overrides import EngineLogProbs
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
 from openrlhf.config.in_memory import describe, is_in_memory
-from openrlhf.config.runtime import compares_engine, critic_model, generates_in_lockstep, resolve_runtime
+from openrlhf.config.runtime import compares_engine, critic_model, generates_in_lockstep, resolve_runtime, uses_vllm
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.preview_text import describe_row
@@ -110,13 +111,14 @@ def build_tested_executor(
     for name in (flags.lr_scheduler, flags.critic_lr_scheduler or flags.lr_scheduler):  # rejects invalid flags
         schedule(name, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
     say(describe_row(prompts[0], tokenizer))
+    whole = config.rollout.whole_log_probs
     executor = build_executor(
         config.rewards,
         tokenizer,
         context_length=config.rollout.context_length,
         trust_remote_code=config.model.trust_remote_code,
         template=config.template,
-        compares_engine=compares_engine(config),
+        log_probs=EngineLogProbs(compares_engine(config), whole, before_temperature=whole and uses_vllm(config)),
         in_lockstep=generates_in_lockstep(config),
     )
     if config.rollout.replay:  # recorded rollouts already have rewards

@@ -69,6 +69,14 @@ def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(train_ag
 
 
 @pytest.mark.slow(seconds=2)
+def test_turns_of_a_run_with_a_truncated_vocabulary_are_corrected(train_agent):
+    """The engine then returns log-probs over the whole vocabulary, which agree with the trainer's."""
+    ran = train_agent("max_tokens = 4", top_p=0.8, enable_vllm_is_correction=True)
+    assert max(abs(kl) for kl in ran.train("engine_kl")) < 1e-5
+    assert all(row["whole_vocabulary"] for row in read_rollouts(ran, 1))
+
+
+@pytest.mark.slow(seconds=2)
 def test_without_correction_a_truncated_vocabulary_is_recorded(train_agent):
     ran = train_agent("top_p = 0.9")
     assert not any(row["whole_vocabulary"] for row in read_rollouts(ran, 1))
