@@ -122,13 +122,7 @@ def load_scalar_model(
     A new head starts near zero (see `init_scalar_head`). With `defer`, only the head is loaded, as in `load_causal_lm`.
     """
     config = read_config(name, loading)
-    in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder contains its code
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not in_folder:
-        raise ConfigError(
-            f"{name} cannot be a reward model or critic: Transformers has no sequence classifier for the family"
-            f" {config.model_type}",
-            try_this="a model of another family, or an algorithm without a critic",
-        )
+    check_scalar_family(name, config, loading)
     config.num_labels = 1
     saved_prefix = config.to_dict().get("value_head_prefix", head_prefix)
     renamed: dict[str, Any] = (
@@ -151,6 +145,17 @@ def load_scalar_model(
         init_scalar_head(model)
     deferred_weights(model).fill(model.get_submodule(SCALAR_HEAD).parameters(), copy=True)  # PEFT makes a copy of it
     return model
+
+
+def check_scalar_family(name: str, config: PretrainedConfig, loading: LoadingFlags) -> None:
+    """Reject a model whose family has no class with a scalar head."""
+    in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder contains its code
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not in_folder:
+        raise ConfigError(
+            f"{name} cannot be a reward model or critic: Transformers has no sequence classifier for the family"
+            f" {config.model_type}",
+            try_this="a model of another family, or an algorithm without a critic",
+        )
 
 
 def check_scalar_head(name: str, loading: LoadingFlags, head_prefix: str) -> None:

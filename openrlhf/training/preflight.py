@@ -12,7 +12,7 @@ import math
 import torch
 from transformers import PretrainedConfig
 
-from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, RLConfig, TrainingConfig
+from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, RLConfig, RMConfig, TrainingConfig
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, WITHOUT_STEPS
 from openrlhf.config.runtime import critic_model, uses_reference, uses_vllm
@@ -21,7 +21,7 @@ from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.experts import experts_per_token, number_of_experts
 from openrlhf.models.liger import liger_knows
-from openrlhf.models.load import check_scalar_head, read_config
+from openrlhf.models.load import check_scalar_family, check_scalar_head, read_config
 from openrlhf.models.ring import check_ring
 from openrlhf.monitor import say
 from openrlhf.training.expert_parallel import check_experts
@@ -29,7 +29,12 @@ from openrlhf.training.objectives import AUX_ON
 
 
 def check_models(config: TrainingConfig) -> None:
-    """Check the flags for experts, ring attention and tensor parallelism against the models to be trained."""
+    """Check the models to be trained: scalar heads, and flags for experts, ring attention and tensor parallelism."""
+    scalar = config.model.pretrain if isinstance(config, RMConfig) else None
+    scalar = critic_model(config) if isinstance(config, RLConfig) else scalar
+    if scalar is not None:
+        check_scalar_family(scalar, read_config(scalar, config.model), config.model)
+
     sharding, coef = config.sharding, config.model.aux_loss_coef
     sizes = (sharding.ring_attn_size, sharding.ds_tensor_parallel_size, sharding.expert_parallel_size)
     replays = isinstance(config, RLConfig) and config.rollout.router_replay

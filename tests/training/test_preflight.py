@@ -1,11 +1,11 @@
-"""Sizes of engines against the architecture of the policy, of which only config.json exists."""
+"""Flags against the architecture of the models, of which only config.json exists."""
 
 import pytest
 
-from openrlhf.config.commands import RLConfig
+from openrlhf.config.commands import RLConfig, RMConfig, SFTConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
-from openrlhf.training.preflight import check_engines
+from openrlhf.training.preflight import check_engines, check_models
 from tests.tiny import CONFIGS
 
 
@@ -39,3 +39,27 @@ def test_engines_that_fit_the_model_are_accepted(check):
     sizes = "--vllm_tensor_parallel_size 4 --vllm_pipeline_parallel_size 2"
     check("llama", sizes)
     check("qwen3_moe", f"{sizes} --vllm_enable_expert_parallel")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (RMConfig, "--dataset x"),
+        (RLConfig, "--prompt_data x --advantage_estimator gae"),
+        (RLConfig, "--prompt_data x --advantage_estimator gae --reward_pretrain {} --pretrain x"),
+    ],
+)
+def test_a_family_without_a_scalar_head_is_rejected(tmp_path, command, flags):
+    CONFIGS["cohere"]().save_pretrained(tmp_path)
+    given = f"--pretrain {tmp_path} {flags.format(tmp_path)}"
+    with pytest.raises(ConfigError, match=r"no sequence classifier for the family cohere\. Try: a model of another"):
+        check_models(parse(command, given.split(), environ={}))
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [(SFTConfig, "--dataset x"), (RLConfig, "--prompt_data x --advantage_estimator group_norm")],
+)
+def test_runs_without_a_scalar_head_take_every_family(tmp_path, command, flags):
+    CONFIGS["cohere"]().save_pretrained(tmp_path)
+    check_models(parse(command, f"--pretrain {tmp_path} {flags}".split(), environ={}))
