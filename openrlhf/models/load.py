@@ -207,12 +207,19 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
         exclude_modules=rf"({'|'.join(map(re.escape, unused))})(\..*)?" if unused else None,
         bias="none",
     )
+    # Collected first, because get_peft_model wraps some layers before it fails.
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
         adapted = get_peft_model(model, config, revision=vars(model).get("hub_commit"))
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        reason = first_line(error).rstrip(".")
+        if "lora_dropout" in reason:  # of experts
+            raise ConfigError(
+                f"--lora_dropout {lora.lora_dropout:g} cannot be applied to experts that are stored as one tensor",
+                try_this="--lora_dropout 0, or --target_modules with layers outside the experts",
+            ) from None
         raise ConfigError(
-            f"--target_modules {' '.join(lora.target_modules)}: {first_line(error)}",
+            f"--target_modules {' '.join(lora.target_modules)}: {reason}",
             try_this=f"all-linear, or some of {', '.join(sorted(linear))}",
         ) from None
     # Two layers that share a weight cannot both have adapters, because only one adapter can be merged into a weight.

@@ -176,6 +176,12 @@ def test_missing_target_modules_are_named(folder):
     assert "Try: all-linear, or some of down_proj, gate_proj, k_proj," in str(caught.value)
 
 
+def test_dropout_of_experts_is_rejected(tmp_path):
+    """PEFT adapts the experts of a layer as one parameter, whose inputs it cannot drop."""
+    with pytest.raises(ConfigError, match=r"^--lora_dropout 0.1 cannot be applied to experts .* Try: --lora_dropout 0"):
+        adapted(make_model(tmp_path, "mixtral"), lora_dropout=0.1)
+
+
 def test_layers_that_share_their_weights_get_no_adapters():
     """In zamba, adapters for each use of a shared layer could not be merged into its single weight."""
     with pytest.raises(ConfigError, match=r"layers.2.*q_proj and .*layers.4.*q_proj share their weights"):
