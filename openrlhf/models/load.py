@@ -37,6 +37,7 @@ from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.deferred import deferred_weights, load_shell, weight_files
+from openrlhf.models.experts import number_of_experts
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
@@ -265,7 +266,7 @@ def _from_pretrained(
         classes: Any = auto_class._model_mapping  # config class -> model class
         attention = fitting_attention(attention, classes.get(type(config), None), config)
     options = {"config": config, "dtype": dtype, "attn_implementation": attention} | more
-    if loading.experts_implementation:
+    if loading.experts_implementation and number_of_experts(config):  # a run may also load dense models
         options["experts_implementation"] = loading.experts_implementation
     if loading.load_in_4bit:
         from transformers import BitsAndBytesConfig

@@ -137,6 +137,14 @@ def test_a_reward_model_is_rejected_as_language_model(tmp_path):
         load(tmp_path / "reward")
 
 
+@pytest.mark.parametrize(("kind", "used"), [("mixtral", "grouped_mm"), ("llama", "eager")])
+def test_the_implementation_of_experts_is_for_models_that_have_them(tmp_path, kind, used):
+    """A run with a mixture of experts may also load dense models, such as its reference."""
+    flags = ModelFlags(experts_implementation="grouped_mm")
+    model = load_causal_lm(make_model(tmp_path, kind), flags, device=CPU, packing=False)
+    assert model.config._experts_implementation == used
+
+
 def adapted(folder, *, scalar=False, **flags):
     lora = LoraFlags(lora_rank=4, **flags)
     if scalar:
