@@ -93,9 +93,12 @@ class AdaptiveKL:
             raise ValueError(f"KL target and horizon must be positive, got {self.target} and {self.horizon}")
 
     def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
-        """Return the controller after a rollout of `num_samples` samples with mean KL `kl`."""
+        """Return the controller after a rollout of `num_samples` samples with mean KL `kl`.
+
+        A rollout larger than the horizon counts as one horizon: the coefficient could become negative otherwise.
+        """
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
+        return replace(self, coef=self.coef * (1 + error * min(num_samples / self.horizon, 1.0)))
 
 
 def kl_controller(coef: float, target: float | None, horizon: float) -> FixedKL | AdaptiveKL:
