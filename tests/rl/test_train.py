@@ -256,8 +256,9 @@ def test_the_policy_is_frozen_while_the_critic_warms_up(train_ppo):
 
 
 @pytest.mark.slow(seconds=2)
-def test_a_frozen_policy_does_not_change(train_ppo, models):
+def test_a_frozen_policy_does_not_change(train_ppo, models, capsys):
     ran = train_ppo(freezing_actor_steps=4, **PPO)
+    assert "the policy is never trained: --freezing_actor_steps 4 covers 4 rollouts" in capsys.readouterr().err
     assert have_equal_weights(weights(ran), initial_weights(models))
 
 

@@ -7,7 +7,7 @@ from openrlhf.config.runtime import policy_ranks
 from openrlhf.config.sections.algorithm import GROUP_ESTIMATORS
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN
 from openrlhf.config.urls import mask_urls
-from openrlhf.errors import ConfigError, counted
+from openrlhf.errors import ConfigError, counted, listed
 
 
 def a_reward_is_given(config: RLConfig) -> None:
@@ -70,12 +70,18 @@ def group_estimators_do_not_discount(config: RLConfig) -> Changed[RLConfig] | No
 
 
 def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
-    """Drop --critic_pretrain for estimators other than gae, which do not use a critic."""
+    """Drop flags of the critic that would fail or train nothing with estimators other than gae, which use none."""
+    unused: dict[str, object] = {}
+    if config.critic.critic_pretrain:
+        unused["critic_pretrain"] = None
+    if config.policy.freezing_actor_steps > 0:  # would train neither model in these steps
+        unused["freezing_actor_steps"] = -1
     estimator = config.advantage.advantage_estimator
-    if config.critic.critic_pretrain and estimator != "gae":
-        line = f"--critic_pretrain is ignored: --advantage_estimator {estimator} uses no critic"
-        return change(config, line, critic_pretrain=None)
-    return None
+    if not unused or estimator == "gae":
+        return None
+    given = listed([f"--{name}" for name in unused])
+    ignored = "are ignored" if len(unused) > 1 else "is ignored"
+    return change(config, f"{given} {ignored}: --advantage_estimator {estimator} uses no critic", **unused)
 
 
 def rings_and_dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
