@@ -46,6 +46,7 @@ FILES: Rules = (
     paths.named_files_exist,
 )
 TEMPLATE: Rules = (
+    common.texts_are_unicode,
     common.empty_template_is_none,
     common.template_has_a_placeholder,
     common.template_has_line_breaks,

@@ -29,7 +29,8 @@ from openrlhf.config.sections.data import SourceFlags
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import JsonArray, open_json
 from openrlhf.data.hub import dataset_is_cached, hub_failure
-from openrlhf.data.records import Records, Source
+from openrlhf.data.json_text import InvalidJSON, check_values
+from openrlhf.data.records import Place, Records, Source
 from openrlhf.errors import ConfigError, DataError, MissingExtraError, counted
 from openrlhf.monitor import say
 
@@ -205,6 +206,11 @@ def open_object(name: str, split: str) -> Source:
         return take_split(name, given, split)
     if not given:
         raise DataError(f"{name} has no rows")
+    for number, row in enumerate(given, 1):
+        try:
+            check_values(row, finite=False)
+        except InvalidJSON as error:
+            raise Place(name, number).error(error.problem) from None
     return JsonArray(name, given)
 
 

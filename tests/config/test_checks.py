@@ -101,6 +101,12 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("numbers_are_in_range", "train_ppo_ray", "--sync_check_every -1", "--sync_check_every is -1|0 or more"),
     ("numbers_are_in_range", "train_ppo", "--top_p 0", "--top_p is 0.0|above 0 and at most 1"),
     ("numbers_are_in_range", "train_ppo", "--stop_properly_penalty_coef 2", "--stop_properly_penalty_coef|at most 1"),
+    (
+        "texts_are_unicode",
+        "train_sft",
+        "--input_template 'caf\udce9 {}'",
+        r"--input_template 'caf\udce9 {}' is not UTF-8|Try: ",
+    ),
     ("numbers_are_in_range", "serve_rm", "--port 0", "--port is 0|above 0"),
     ("numbers_are_in_range", "serve_rm", "--port 65536", "--port is 65536|at most 65535"),
     (

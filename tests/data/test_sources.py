@@ -7,6 +7,7 @@ import datasets
 import huggingface_hub.constants
 import pytest
 
+from openrlhf.config.in_memory import held
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
@@ -242,3 +243,13 @@ def test_missing_modelscope_gives_the_install_command():
 def test_an_empty_dataset_list_is_rejected():
     with pytest.raises(ConfigError, match=r"does not name a dataset"):
         read(" , ")
+
+
+@pytest.mark.parametrize("broken", [{"n": "a\ud800"}, {"n": [{"content": "\udfff"}]}])
+def test_half_of_a_surrogate_pair_in_a_list_is_an_error(broken):
+    """No tokenizer takes such text; a JSON file with it is rejected, too."""
+    with (
+        held("3 rows", [*numbers(2), broken]) as name,
+        pytest.raises(DataError, match=r"^in memory \(3 rows\), row 3: a string contains half of a surrogate pair"),
+    ):
+        load_dataset_rows(name, split="train")

@@ -49,6 +49,15 @@ def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
     return None
 
 
+def texts_are_unicode(config: Templated) -> None:
+    """Reject text that no tokenizer takes: Python decodes bytes of another encoding to halves of surrogate pairs."""
+    for name, value in vars(config.template).items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"--{name} {value!r} is not UTF-8", try_this="the same text in UTF-8") from None
+
+
 def template_has_a_placeholder(config: Templated) -> None:
     """Reject a template without {}: every prompt would become the same text."""
     if not config.template.apply_chat_template:
