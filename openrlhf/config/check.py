@@ -52,7 +52,12 @@ TEMPLATE: Rules = (
     common.template_has_line_breaks,
     common.chat_template_kwargs_are_json,
 )
-MODEL: Rules = (common.required_flags_are_given, common.numbers_are_in_range, common.four_bit_needs_bf16)
+MODEL: Rules = (
+    common.required_flags_are_given,
+    common.numbers_are_in_range,
+    common.four_bit_needs_bf16,
+    paths.paths_are_valid,
+)
 TRAINING: Rules = (
     *MODEL,
     common.four_bit_trains_adapters,
@@ -176,6 +181,7 @@ RULES: dict[type, Rules] = {
     ),
     commands.LoraCombinerConfig: (
         common.required_flags_are_given,
+        paths.paths_are_valid,
         *FILES,
         paths.adapter_folder_exists,
         inference.merging_keeps_its_sources,
@@ -195,6 +201,7 @@ RULES: dict[type, Rules] = {
         extras.needed_extras_are_installed,
         export.repository_name_is_valid,
         export.uploading_needs_a_login,
+        paths.paths_are_valid,
         *REVISIONS,
         export.source_is_a_model_or_an_adapter,
         export.exporting_keeps_its_source,
@@ -210,6 +217,7 @@ DATA_RULES = frozenset(
         common.numbers_are_in_range,
         common.probabilities_match_datasets,
         common.evaluation_data_has_one_source,
+        paths.paths_are_valid,
         supervised.multiturn_needs_a_chat_template,
         supervised.pretraining_has_no_turns,
         supervised.reward_tokens_differ,

@@ -32,7 +32,7 @@ SHARE = Range("between 0 and 1", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range("above 0 and at most 1", lambda value: 0 < value <= 1)
 BELOW_ONE = Range("0 or more and below 1", lambda value: 0 <= value < 1)
 FRACTION_OR_COUNT = Range(
-    "a fraction below 1 or a whole number", lambda value: 0 < value < 1 or (value >= 1 and value == int(value))
+    "a fraction below 1 or a whole number", lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0)
 )
 SEED = Range("between 0 and 2^32 - 1", lambda value: 0 <= value < 2**32)  # what NumPy takes
 POSITIVE_OR_MINUS_ONE = Range("above 0, or -1", lambda value: value > 0 or value == -1)

@@ -1,6 +1,7 @@
 """Rules about files and folders: a path that is clearly local must exist before anything is loaded."""
 
 import difflib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ OUTPUT_FLAGS = ("save_path", "ckpt_path", "run_dir")
 # Bytes: file systems allow 255, and temporary folders have longer names: see `training/atomic_folder.py`.
 LONGEST_NAME = 255 - len("._critic.exporting-0123456789ab")
 DATA_FLAGS = ("dataset", "eval_dataset", "prompt_data")
+INPUT_FLAGS = (*MODEL_FLAGS, *DATA_FLAGS, "agent_func_path", "replay", "ta_prompt", "lora_path")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
 
 
@@ -63,6 +65,23 @@ def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]
         value = values.get(name)
         if isinstance(value, str):
             yield from ((name, item) for item in split_names(value))
+
+
+def paths_are_valid(config: object) -> None:
+    """Reject text that the system does not take as a path, such as a whole document or the home of an unknown user."""
+    for name, item in named_by(config, INPUT_FLAGS):
+        try:
+            Path(item).expanduser().stat()
+        except (ValueError, RuntimeError) as error:  # a null character; no such user
+            problem = str(error).rstrip(".")
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                continue  # other rules say which paths must exist
+            problem = "this name is too long"
+        else:
+            continue
+        start = repr(item[:60]) + ("..." if len(item) > 60 else "")
+        raise ConfigError(f"--{name} {start} cannot be a path: {problem}", try_this="the path of a file or folder")
 
 
 def model_folders_exist(config: object) -> None:
@@ -147,13 +166,18 @@ def outputs_can_be_written(config: object) -> None:
 
 def must_be_writable(flag: str, item: str) -> None:
     """Reject an output folder that cannot be created or written to."""
-    folder = Path(item).expanduser()
-    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
-        raise ConfigError(f"--{flag} {item}: the name is too long: expected at most {LONGEST_NAME} bytes, got {length}")
     try:
+        folder = Path(item).expanduser()
+        if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+            raise ConfigError(
+                f"--{flag} {item}: the name is too long: expected at most {LONGEST_NAME} bytes, got {length}"
+            )
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:  # such as another part that is too long
         raise ConfigError(f"--{flag} {item}: {error.strerror}") from None
+    except RuntimeError as error:  # the home of an unknown user
+        problem = str(error).rstrip(".")
+        raise ConfigError(f"--{flag} {item}: {problem}", try_this=f"--{flag} ./ckpt") from None
     if not nearest.is_dir():
         raise ConfigError(f"--{flag} {item}: {nearest} is a file, not a folder to write to")
     if not os.access(nearest, os.W_OK):
