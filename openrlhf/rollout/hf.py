@@ -259,7 +259,7 @@ class HFEngine:
     def _finish_reason(self, row: RunningRow) -> FinishReason | None:
         """Return why a row ends with its last token; None if it continues."""
         params, token = row.request.params, row.token_ids[-1]
-        if len(row.token_ids) < params.min_tokens:
+        if len(row.token_ids) < min(params.min_tokens, params.max_tokens):
             return None
         if token in self.ends or token in params.stop_token_ids:
             return "stop"

@@ -212,6 +212,12 @@ def test_an_end_token_beyond_the_vocabulary_is_ignored(network, tokenizer):
     assert len(answer(network, tokenizer, min_tokens=4).token_ids) >= 4
 
 
+def test_a_completion_never_exceeds_max_tokens(network, tokenizer):
+    """A long prompt may leave less room than --min_new_tokens."""
+    made = answer(network, tokenizer, max_tokens=3, min_tokens=8)
+    assert (len(made.token_ids), made.finish_reason) == (3, "length")
+
+
 def test_a_stop_string_has_no_effect_before_min_tokens(network, tokenizer):
     first = answer(network, tokenizer, temperature=0.5).text[0]
     assert len(answer(network, tokenizer, temperature=0.5, stop=(first,)).token_ids) == 1
