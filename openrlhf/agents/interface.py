@@ -255,6 +255,8 @@ def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams
             values[name] = type(default)(value)  # int, float or tuple
         except (TypeError, ValueError) as error:
             raise RolloutError(f"sampling_params.{name} cannot be used: {error}") from None
+    if "" in values["stop"]:
+        raise RolloutError("sampling_params.stop has an empty string, which every response contains")
     if values["max_tokens"] < 1:
         raise RolloutError(f"sampling_params.max_tokens is {values['max_tokens']}: expected at least 1")
     return SamplingParams(**values | {"max_tokens": min(values["max_tokens"], limit)})

@@ -118,6 +118,8 @@ RL: Rules = (
     asynchrony.log_probs_can_be_compared,
     rl.generate_max_len_within_max_len,
     rl.context_leaves_room,
+    rl.shortest_response_fits,
+    rl.stop_strings_are_not_empty,
     rl.overlong_buffer_fits_the_response,
     rl.evaluation_needs_eval_steps,
     placement.local_runtime_is_one_device,

@@ -269,7 +269,7 @@ def test_sampling_params_may_be_any_object_with_vllms_names():
     assert got == SamplingParams(max_tokens=7, temperature=0.5, seed=5, stop=("END",))
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", 2), ("temperature", "hot"), ("max_tokens", 0)])
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("temperature", "hot"), ("max_tokens", 0), ("stop", ["a", ""])])
 def test_unusable_sampling_params_are_an_error(name, value):
     params = params_for_agent(SamplingParams(max_tokens=4))
     setattr(params, name, value)

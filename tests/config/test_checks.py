@@ -107,6 +107,8 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--input_template 'caf\udce9 {}'",
         r"--input_template 'caf\udce9 {}' is not UTF-8|Try: ",
     ),
+    ("shortest_response_fits", "train_ppo", "--max_new_tokens 4 --min_new_tokens 8", "--min_new_tokens 8|length of 4"),
+    ("stop_strings_are_not_empty", "train_ppo", "--stop a ''", "--stop has an empty string|Try: no --stop"),
     ("numbers_are_in_range", "serve_rm", "--port 0", "--port is 0|above 0"),
     ("numbers_are_in_range", "serve_rm", "--port 65536", "--port is 65536|at most 65535"),
     (

@@ -168,6 +168,22 @@ def overlong_buffer_fits_the_response(config: RLConfig) -> None:
         raise ConfigError(f"--overlong_buffer_len {buffer:g} exceeds the maximum response length of {limit} tokens")
 
 
+def shortest_response_fits(config: RLConfig) -> None:
+    """Require a minimum length that a response can reach."""
+    least, limit = config.rollout.min_new_tokens, config.rollout.longest_response
+    if least > limit:
+        raise ConfigError(
+            f"--min_new_tokens {least} exceeds the maximum response length of {limit} tokens",
+            try_this=f"--min_new_tokens {limit}",
+        )
+
+
+def stop_strings_are_not_empty(config: RLConfig) -> None:
+    """Reject an empty stop string, which would end every response after its first token."""
+    if "" in config.rollout.stop:
+        raise ConfigError("--stop has an empty string, which every response contains", try_this="no --stop")
+
+
 def context_leaves_room(config: RLConfig) -> None:
     """Require a context longer than the response, to leave room for a prompt."""
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
