@@ -175,9 +175,8 @@ class TrainBackend(Frozen, Ranks, ABC):
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         """Accumulate the gradients of a whole optimizer step."""
         self.meter.begin(micro_batches)
-        sizes = self.sum_over_ranks(torch.stack([counts(batch) for batch in micro_batches]).sum(0))
         on_device = [batch.to(self.device) for batch in micro_batches]
-        totals = StepTotals(*sizes, expert_counts=self._count_experts(on_device))
+        totals = self._totals(micro_batches, on_device)
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:
@@ -192,6 +191,11 @@ class TrainBackend(Frozen, Ranks, ABC):
             self.unchecked_steps -= 1
             self._check_share(float(losses[0]), on_device[0], objective, totals)
         return StepLosses(torch.stack(losses), self.sum_metrics(add_metrics(metrics)))  # [micro-batches]
+
+    def _totals(self, micro_batches: Sequence[Batch], on_device: Sequence[Batch]) -> StepTotals:
+        """Count over these micro-batches and all ranks; most counts are taken on the CPU, without waiting."""
+        sizes = self.sum_over_ranks(torch.stack([counts(batch) for batch in micro_batches]).sum(0))
+        return StepTotals(*sizes, expert_counts=self._count_experts(on_device))
 
     def _count_experts(self, micro_batches: Sequence[Batch]) -> Tensor | None:
         """Return the number of tokens that each expert gets in a step, if the load-balancing loss needs it in advance.
@@ -233,13 +237,13 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
-        """Compute the objective's metrics without gradients, summed over ranks."""
+        """Compute the objective's metrics of these micro-batches, as for a step, without gradients; sum over ranks."""
+        on_device = [batch.to(self.device) for batch in micro_batches]
+        totals = self._totals(micro_batches, on_device)
         self.module.eval()
         metrics: list[Metrics] = []
-        for batch in micro_batches:
-            here = batch.to(self.device)
-            # There is no optimizer step, so use the totals of the micro-batch; only the metrics are needed.
-            measured = objective.loss(self.run, here, StepTotals(*counts(here)))[1]
+        for batch in on_device:
+            measured = objective.loss(self.run, batch, totals)[1]
             metrics += [] if batch.filler else [measured]
         self.module.train()
         return self.sum_metrics(add_metrics(metrics))

@@ -94,9 +94,10 @@ def add_aux(
         return loss, metrics
     counts = outputs.expert_counts if totals.expert_counts is None else totals.expert_counts
     share = balance_loss(outputs.expert_probabilities, counts.to(loss), totals.tokens.to(loss))
-    # The shares of all micro-batches add up to the loss, and metrics are means over micro-batches.
-    whole = share.detach() * totals.micro_batches.to(loss)
-    return loss + coef * share, {**metrics, "aux_loss": mean_of(whole.reshape(1))}
+    # The shares of all micro-batches add up to the loss; the metric is its mean over steps, weighted by their tokens.
+    tokens = outputs.expert_probabilities.detach().sum(dtype=torch.float64)  # a token's probabilities add up to 1
+    whole = Mean(share.detach().double() * totals.tokens.to(share.device), tokens)
+    return loss + coef * share, {**metrics, "aux_loss": whole}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from openrlhf.algo.reduce import add_metrics
 from openrlhf.config.sections.objectives import (
     DirectPreferenceFlags,
     DistillationFlags,
@@ -252,10 +253,28 @@ def test_the_expert_balance_does_not_depend_on_micro_batches(tmp_path):
     for size in (2, 3, 7):
         backend = LocalBackend(Network(deepcopy(model), with_aux_loss=True), OptimizerFlags(), CPU, learning_rate=0.0)
         batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
-        result = backend.forward_backward([*batches, replace(batches[0], filler=True)], SFT(0.5))
-        assert_close(result.metrics["aux_loss"].value.float(), own.detach(), atol=1e-5, rtol=1e-5)
+        batches.append(replace(batches[0], filler=True))
+        evaluated = backend.evaluate(batches, SFT(0.5))
+        trained = backend.forward_backward(batches, SFT(0.5)).metrics
+        for metrics in (evaluated, trained):
+            assert_close(metrics["aux_loss"].value.float(), own.detach(), atol=1e-5, rtol=1e-5)
         found.append([parameter.grad for parameter in backend.network.parameters()])
     assert len(rows) == 7
     for gradients in zip(*found, strict=True):
         for gradient in gradients[1:]:
             assert_close(gradient, gradients[0], atol=1e-6, rtol=1e-5)
+
+
+def test_the_expert_balance_of_an_evaluation_does_not_depend_on_micro_batches(tmp_path):
+    """The second chunk is smaller than the first."""
+    model = AutoModelForCausalLM.from_pretrained(make_model(Path(tmp_path), "mixtral"))
+    backend = LocalBackend(Network(model, with_aux_loss=True), OptimizerFlags(), CPU, learning_rate=0.0)
+    rows = token_rows()
+    found = []
+    for size in (1, 2, 5):
+        parts = []
+        for chunk in (rows[:5], rows[5:]):
+            batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(chunk, size)]
+            parts.append(backend.evaluate(batches, SFT(0.5)))
+        found.append(float(add_metrics(parts)["aux_loss"].value))
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
