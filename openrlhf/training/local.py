@@ -94,9 +94,12 @@ class MasterBackend(TrainBackend):
             value, applied, skipped = scale.tolist()
             self.loss_scale = LossScale(value, int(applied), int(skipped))
 
-    def steps_taken(self) -> int:
+    def steps_taken(self) -> int | None:
         states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
-        taken = max((int(slots["step"]) for slots in states if "step" in slots), default=0)
+        counted = [int(slots["step"]) for slots in states if "step" in slots]
+        if states and not counted:  # Muon alone, which does not count: all parameters are matrices, as in adapters
+            return None
+        taken = max(counted, default=0)
         return taken + (self.loss_scale.skipped if self.loss_scale else 0)
 
     def optimizer_states(self) -> list[Tensor]:

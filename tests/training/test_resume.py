@@ -89,6 +89,17 @@ def test_a_killed_run_resumes_like_an_uninterrupted_one(kind, tmp_path, case):
     assert_same(resumed, uninterrupted, CASES[kind][-1])
 
 
+def test_adapters_that_muon_trains_alone_resume(tmp_path, case):
+    """All adapters are matrices, so there is no Adam, which counts its steps; Muon does not."""
+    muon = {"optim": "muon", "max_epochs": 2}
+    uninterrupted = finish(tmp_path, *case("sft", "untouched", **muon))
+    finish(tmp_path, *case("sft", "stopped", max_steps=4, **muon))
+    resumed = finish(tmp_path, *case("sft", "stopped", load_checkpoint=True, **muon))
+    assert resumed.train("gpt_loss") == uninterrupted.train("gpt_loss")
+    name = CASES["sft"][-1]
+    assert (resumed.save_path / name).read_bytes() == (uninterrupted.save_path / name).read_bytes()
+
+
 @pytest.mark.parametrize(("kind", "number"), [("sft", signal.SIGINT), ("dpo", signal.SIGTERM)], ids=["int", "term"])
 def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(kind, number, tmp_path, case):
     uninterrupted = finish(tmp_path, *case(kind, "untouched", **LONG))
