@@ -21,7 +21,7 @@ from openrlhf.agents.trajectory import join_turn
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.rl.group_stream import GeneratedRollouts
-from openrlhf.rl.rollouts import PromptOrder, is_kept
+from openrlhf.rl.rollouts import GroupRunner, PromptOrder, is_kept
 from openrlhf.types import Completion, Prompt, Request, SamplingParams
 
 PROMPTS = [Prompt(number, "", (1, 2)) for number in range(20_000)]
@@ -103,7 +103,7 @@ class NoModels:
 async def seconds_per_rollout(way: str, pass_rate: float, rollouts: int) -> float:
     config, engine = replace_flags(RLConfig(), **FLAGS, **WAYS[way]), SimulatedEngine()
     order = PromptOrder(PROMPTS, 1, 0)
-    source = GeneratedRollouts(order, engine, SimulatedExecutor(pass_rate), NoModels(), config)
+    source = GeneratedRollouts(order, engine, GroupRunner(SimulatedExecutor(pass_rate), print), NoModels(), config)
     if way == "rounds":
         source.in_rounds = True
     place = 0

@@ -1,24 +1,21 @@
 """Interface between the RL loop, which owns prompts and engines, and executors, which turn prompts into scored samples.
 
 The loop calls `GroupExecutor.run_group` with a prompt and one engine session per sample; `SingleTurnSamples` and
-`AgentEpisodes` implement it, and `ReportingExecutor` reports the samples that they skip. The functions format
-samples for error messages.
+`AgentEpisodes` implement it. The functions format samples for error messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from openrlhf.agents.branches import last_of_episodes
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajectory
 
 SampleError: TypeAlias = RewardError | RolloutError
 OnError: TypeAlias = Literal["stop", "skip"]  # --on_reward_error
 SHOWN = 160  # maximum characters to quote in a message
-GROWTH = 4  # report skipped samples again each time their number has grown by this factor
 
 
 class Session(Protocol):
@@ -52,44 +49,6 @@ class GroupExecutor(Protocol):
     async def close(self) -> None:
         """End all processes that were started; may be called more than once."""
         ...
-
-
-@dataclass
-class ReportingExecutor:
-    """GroupExecutor that forwards its calls to `inner` and reports skipped samples.
-
-    The first error is printed immediately, then the count at growing intervals: a run whose reward always fails would
-    otherwise look like a slow run.
-    """
-
-    inner: GroupExecutor
-    tell: Callable[[str], None]  # prints a line
-    samples: int = 0  # finished samples, including failed ones
-    failures: int = 0
-    report_at: int = 1  # number of failures at which to report again
-    first: str = ""  # the first error
-
-    async def run_group(
-        self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
-    ) -> GroupResult:
-        result = await self.inner.run_group(prompt, params, sessions)
-        self.samples += len(last_of_episodes(result.trajectories)) + len(result.failures)
-        for failure in result.failures:
-            self.failures += 1
-            text = " ".join(str(failure).split())  # on one line
-            self.first = self.first or text
-            if self.failures == self.report_at:
-                self.report_at *= GROWTH
-                single = f"a sample failed and is skipped (--on_reward_error skip): {text}"
-                self.tell(single if self.failures == 1 else f"{self.summary}, the latest: {text}")
-        return result
-
-    @property
-    def summary(self) -> str:
-        return f"{self.failures} of {self.samples} samples failed and were skipped (--on_reward_error skip)"
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 def clip(text: str, limit: int = SHOWN) -> str:

@@ -53,7 +53,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import evaluation_config, generates_in_lockstep, queue_size, resolve_runtime, uses_vllm
@@ -67,7 +66,7 @@ from openrlhf.rl.health import RLHealth, StepNumbers
 from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollout_times import describe
-from openrlhf.rl.rollouts import Rollout, RolloutSource
+from openrlhf.rl.rollouts import GroupRunner, Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.state import State
 from openrlhf.rl.step_metrics import in_progress_bar, over_steps
@@ -87,7 +86,7 @@ class Controller:
     state: State
     source: RolloutSource
     engine: Engine
-    executor: GroupExecutor
+    runner: GroupRunner
     workers: Workers
     sync: WeightSync
     monitor: Monitor
@@ -294,7 +293,7 @@ class Controller:
         if not self.eval_prompts:
             return
         config = evaluation_config(self.config)
-        values = await evaluate(self.eval_prompts, self.engine, self.executor, self.workers, config)
+        values = await evaluate(self.eval_prompts, self.engine, self.runner, self.workers, config)
         self.last_evaluation = values
         self.monitor.log("eval", self.state.version, values)
         shown = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]

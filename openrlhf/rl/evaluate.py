@@ -11,19 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from openrlhf.agents.branches import last_of_episodes
-from openrlhf.agents.executor import GroupExecutor
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import generates_in_lockstep
 from openrlhf.monitor import Progress
 from openrlhf.rl.experience import with_model_rewards
-from openrlhf.rl.rollouts import run_groups
+from openrlhf.rl.rollouts import GroupRunner, run_groups
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt, Trajectory
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, workers: Workers, config: RLConfig
+    prompts: Sequence[Prompt], engine: Engine, runner: GroupRunner, workers: Workers, config: RLConfig
 ) -> dict[str, float]:
     """Return metrics over all evaluation prompts.
 
@@ -32,7 +31,7 @@ async def evaluate(
     # In lockstep, prompts end together, and the engine shows the progress of its responses.
     hidden = generates_in_lockstep(config)
     with Progress("evaluate", total=len(prompts), unit="prompt", hidden=hidden, brief=True) as progress:
-        results = await run_groups(prompts, engine, executor, config, progress)
+        results = await run_groups(prompts, engine, runner, config, progress)
     trajectories = [item for result in results for item in result.trajectories]
     # Evaluation uses one score per sample, so step rewards are not needed.
     scored = await with_model_rewards(trajectories, workers, each_step=False)

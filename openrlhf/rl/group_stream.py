@@ -31,14 +31,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from openrlhf.agents.executor import GroupExecutor, GroupResult
+from openrlhf.agents.executor import GroupResult
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import generates_in_lockstep, most_episodes, staleness_limit, surplus_groups
 from openrlhf.errors import RolloutError
 from openrlhf.event_loop import cancel_all
 from openrlhf.rl.experience import with_model_rewards
 from openrlhf.rl.request_batching import EpisodeScheduler
-from openrlhf.rl.rollouts import PromptOrder, Rollout, is_kept, run_group
+from openrlhf.rl.rollouts import GroupRunner, PromptOrder, Rollout, is_kept
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import NOT_SAMPLED, Trajectory
@@ -97,13 +97,13 @@ class GeneratedRollouts:
         self,
         order: PromptOrder,
         engine: Engine,
-        executor: GroupExecutor,
+        runner: GroupRunner,
         workers: Workers,
         config: RLConfig,
         state: StreamState | None = None,
     ) -> None:
         """Continue from `state`, which changes with every group; a checkpoint stores it."""
-        self.order, self.engine, self.executor, self.workers, self.config = order, engine, executor, workers, config
+        self.order, self.engine, self.runner, self.workers, self.config = order, engine, runner, workers, config
         self.state = StreamState() if state is None else state
         flags, asked = config.rollout, config.rollout.vllm_generate_batch_size
         self.size = flags.rollout_batch_size  # groups per rollout
@@ -188,7 +188,7 @@ class GeneratedRollouts:
                 state.drawn += 1
             else:
                 return
-            running = run_group(self.order.prompt(position), self.scheduler, self.executor, self.config)
+            running = self.runner.run(self.order.prompt(position), self.scheduler, self.config)
             group = RunningGroup(asyncio.ensure_future(running), self.last_open)
             state.running.append(position)
             self.running[position] = group

@@ -2,14 +2,14 @@
 
 The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` in `group_stream.py`, which decides which
 groups run when, or `Replay` in `record.py`. A rollout may be smaller than requested, or empty, when the prompts run
-out. Evaluation uses `run_groups`, which runs a fixed list of prompts.
+out. Evaluation uses `run_groups`, which runs a fixed list of prompts. Both run each group with `GroupRunner.run`.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from openrlhf.rl.request_batching import EpisodeScheduler
 from openrlhf.rollout.engine import Engine
 from openrlhf.training.order import permutation
 from openrlhf.types import Prompt, SamplingParams, Trajectory
+
+GROWTH = 4  # report skipped samples again each time their number has grown by this factor
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,47 @@ class RolloutSource(Protocol):
         ...
 
 
+@dataclass
+class GroupRunner:
+    """Runs the samples of prompts, and reports those that are skipped (--on_reward_error skip).
+
+    The first error is printed immediately, then the count at growing intervals: a run whose reward always fails would
+    otherwise look like a slow run.
+    """
+
+    executor: GroupExecutor
+    tell: Callable[[str], None]  # prints a line
+    samples: int = 0  # finished samples, including failed ones
+    failures: int = 0
+    report_at: int = 1  # number of failures at which to report again
+    first: str = ""  # the first error
+
+    async def run(self, prompt: Prompt, scheduler: EpisodeScheduler, config: RLConfig) -> GroupResult:
+        """Run the samples of a prompt as soon as the scheduler has room for them."""
+        params = sampling(prompt, config.rollout, config.batches.seed)
+        async with scheduler.open_group(len(params), prompt.index) as sessions:
+            result = await self.executor.run_group(prompt, params, sessions)
+            # An executor closes its sessions before it asks for the rewards of a prompt.
+            scheduler.times.rewards.append(time.perf_counter() - max(session.since for session in sessions))
+
+        self.samples += len(last_of_episodes(result.trajectories)) + len(result.failures)
+        for failure in result.failures:
+            self.failures += 1
+            text = " ".join(str(failure).split())  # on one line
+            self.first = self.first or text
+            if self.failures == self.report_at:
+                self.report_at *= GROWTH
+                single = f"a sample failed and is skipped (--on_reward_error skip): {text}"
+                self.tell(single if self.failures == 1 else f"{self.summary}, the latest: {text}")
+        return result
+
+    @property
+    def summary(self) -> str:
+        return f"{self.failures} of {self.samples} samples failed and were skipped (--on_reward_error skip)"
+
+
 async def run_groups(
-    prompts: Sequence[Prompt],
-    engine: Engine,
-    executor: GroupExecutor,
-    config: RLConfig,
-    progress: Progress | None = None,
+    prompts: Sequence[Prompt], engine: Engine, runner: GroupRunner, config: RLConfig, progress: Progress | None = None
 ) -> list[GroupResult]:
     """Run the samples of all prompts concurrently; beyond the limit, groups start in order as others end.
 
@@ -97,24 +134,12 @@ async def run_groups(
     scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=generates_in_lockstep(config))
 
     async def run(prompt: Prompt) -> GroupResult:
-        result = await run_group(prompt, scheduler, executor, config)
+        result = await runner.run(prompt, scheduler, config)
         if progress is not None:
             progress.advance()
         return result
 
     return await gather_or_cancel(map(run, prompts))
-
-
-async def run_group(
-    prompt: Prompt, scheduler: EpisodeScheduler, executor: GroupExecutor, config: RLConfig
-) -> GroupResult:
-    """Run the samples of a prompt as soon as the scheduler has room for them."""
-    params = sampling(prompt, config.rollout, config.batches.seed)
-    async with scheduler.open_group(len(params), prompt.index) as sessions:
-        result = await executor.run_group(prompt, params, sessions)
-        # An executor closes its sessions before it asks for the rewards of a prompt.
-        scheduler.times.rewards.append(time.perf_counter() - max(session.since for session in sessions))
-    return result
 
 
 def sampling(prompt: Prompt, flags: RolloutFlags, seed: int) -> list[SamplingParams]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.agents.episodes import AgentEpisodes
-from openrlhf.agents.executor import GroupExecutor, ReportingExecutor
+from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.single_turn import SingleTurnSamples
 from openrlhf.algo.kl import kl_controller
 from openrlhf.config.commands import RLConfig
@@ -33,7 +33,7 @@ from openrlhf.rl.dry_run import build_tested_executor
 from openrlhf.rl.group_stream import GeneratedRollouts
 from openrlhf.rl.local import open_local
 from openrlhf.rl.record import Recorder, Replay
-from openrlhf.rl.rollouts import PromptOrder, RolloutSource
+from openrlhf.rl.rollouts import GroupRunner, PromptOrder, RolloutSource
 from openrlhf.rl.state import State
 from openrlhf.rl.workers import Runtime
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
@@ -130,8 +130,8 @@ async def train(prepared: Prepared, open_runtime: OpenRuntime) -> RLResult:
             load_rng(resume_from, 0)
         limit = await runtime.workers.agree_on_prefixes()
         monitor = make_monitor(config, rollouts, state.version, prepared.sinks)
-        reporting = ReportingExecutor(prepared.executor, monitor.tell)
-        controller = build_controller(prepared, runtime, state, monitor, reporting, sharing_limit=limit)
+        runner = GroupRunner(prepared.executor, monitor.tell)
+        controller = build_controller(prepared, runtime, state, monitor, runner, sharing_limit=limit)
         was_complete = controller.exhausted and not state.queue
         try:
             await runtime.sync.sync(state.version)
@@ -142,14 +142,14 @@ async def train(prepared: Prepared, open_runtime: OpenRuntime) -> RLResult:
             if was_complete and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
             elif not controller.last and not monitor.stops:
-                raise nothing_trained(reporting, filtered=config.rollout.dynamic_filtering)
+                raise nothing_trained(runner, filtered=config.rollout.dynamic_filtering)
             await runtime.sync.begin_training()
             folder = await save_models(controller, prepared.tokenizer, len(order.prompts))
         finally:
             await controller.recorder.flush()
             monitor.close()
-    if reporting.failures:
-        say(f"{reporting.summary}, the first: {reporting.first}")
+    if runner.failures:
+        say(f"{runner.summary}, the first: {runner.first}")
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
 
@@ -159,7 +159,7 @@ def build_controller(
     runtime: Runtime,
     state: State,
     monitor: Monitor,
-    executor: GroupExecutor,
+    runner: GroupRunner,
     *,
     sharing_limit: int,
 ) -> Controller:
@@ -169,7 +169,7 @@ def build_controller(
     """
     config, tokenizer, workers = prepared.config, prepared.tokenizer, runtime.workers
     layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id, sharing=sharing_limit > 0)
-    source: RolloutSource = GeneratedRollouts(prepared.order, runtime.engine, executor, workers, config, state.stream)
+    source: RolloutSource = GeneratedRollouts(prepared.order, runtime.engine, runner, workers, config, state.stream)
     if config.rollout.replay:
         policy = read_config(str(config.model.pretrain), config.model).get_text_config()
         source = Replay(Path(config.rollout.replay).expanduser(), max(policy.vocab_size, len(tokenizer)))
@@ -178,7 +178,7 @@ def build_controller(
         state,
         source=source,
         engine=runtime.engine,
-        executor=executor,
+        runner=runner,
         workers=workers,
         sync=runtime.sync,
         monitor=monitor,
@@ -191,15 +191,15 @@ def build_controller(
     )
 
 
-def nothing_trained(reporting: ReportingExecutor, *, filtered: bool) -> RolloutError:
+def nothing_trained(runner: GroupRunner, *, filtered: bool) -> RolloutError:
     """Return the error for a run that kept no group of samples, so that it took no step and saves no policy."""
     problem = "no step was trained, and nothing is saved: no group of samples was kept"
-    if reporting.failures:
+    if runner.failures:
         return RolloutError(
-            f"{problem}. {reporting.summary}, the first: {reporting.first}",
+            f"{problem}. {runner.summary}, the first: {runner.first}",
             try_this="--on_reward_error stop, to end at the first error",
         )
     if filtered:
-        rejected = f"--dynamic_filtering rejected the groups of all {reporting.samples} samples"
+        rejected = f"--dynamic_filtering rejected the groups of all {runner.samples} samples"
         return RolloutError(f"{problem}. {rejected}", try_this="a wider --dynamic_filtering_reward_range")
     return RolloutError(problem)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.rl.evaluate import evaluate, pass_at_k, summary
+from openrlhf.rl.rollouts import GroupRunner
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, prompts
 from tests.samples import make_trajectory
 
@@ -19,7 +20,7 @@ SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # (prompt, sample); prompts 0, 2, 4 b
 
 
 def run_evaluation(reward, workers):
-    return asyncio.run(evaluate(prompts(5), EchoEngine(), OneTurn(reward), workers, CONFIG))
+    return asyncio.run(evaluate(prompts(5), EchoEngine(), GroupRunner(OneTurn(reward), print), workers, CONFIG))
 
 
 def test_pass_rates_are_reported_by_datasource():

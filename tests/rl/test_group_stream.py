@@ -14,7 +14,7 @@ from openrlhf.errors import RolloutError
 from openrlhf.rl.checkpoints import GROUPS_FILE, QUEUE_FILE, load_state
 from openrlhf.rl.group_stream import GeneratedRollouts, StreamState
 from openrlhf.rl.record import read_groups, write_groups, write_queue
-from openrlhf.rl.rollouts import PromptOrder
+from openrlhf.rl.rollouts import GroupRunner, PromptOrder
 from openrlhf.rl.state import State
 from openrlhf.training import checkpoint
 from openrlhf.types import Completion, Request
@@ -82,7 +82,7 @@ class Sampled(OneTurn):
 
 def make_source(engine, config, reward=lambda prompt, sample: 0.5, *, state=None, workers=None, count=NUM_PROMPTS):
     order = PromptOrder(prompts(count), 1, 0)
-    return GeneratedRollouts(order, engine, Sampled(reward), workers or NoModels(), config, state)
+    return GeneratedRollouts(order, engine, GroupRunner(Sampled(reward), print), workers or NoModels(), config, state)
 
 
 def positions(rollout):

@@ -10,7 +10,7 @@ from openrlhf.config.flags import replace_flags
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import RolloutError
 from openrlhf.rl.group_stream import GeneratedRollouts, StreamState
-from openrlhf.rl.rollouts import PromptOrder, is_kept, run_groups, sampling
+from openrlhf.rl.rollouts import GroupRunner, PromptOrder, is_kept, run_groups, sampling
 from openrlhf.types import Prompt
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
 from tests.samples import make_trajectory, plain
@@ -21,7 +21,8 @@ CONFIG = replace_flags(RLConfig(), rollout_batch_size=3, n_samples_per_prompt=2,
 def make_rollout(reward=lambda prompt, sample: 1.0, config=CONFIG, place=0, count=8, workers=None):
     order = PromptOrder(prompts(count), 1, 0)
     state = StreamState(drawn=place)
-    source = GeneratedRollouts(order, EchoEngine(), OneTurn(reward), workers or NoModels(), config, state)
+    runner = GroupRunner(OneTurn(reward), print)
+    source = GeneratedRollouts(order, EchoEngine(), runner, workers or NoModels(), config, state)
     return order, asyncio.run(source.take(4, place))
 
 
@@ -108,16 +109,16 @@ def test_a_group_left_with_one_sample_is_dropped_and_counted():
 
 def test_all_samples_of_all_prompts_advance_together():
     engine = EchoEngine()
-    executor = SeveralTurns(lambda prompt, sample: prompt.index)
-    asyncio.run(run_groups(prompts(3), engine, executor, replace_flags(CONFIG, n_samples_per_prompt=1)))
+    runner = GroupRunner(SeveralTurns(lambda prompt, sample: prompt.index), print)
+    asyncio.run(run_groups(prompts(3), engine, runner, replace_flags(CONFIG, n_samples_per_prompt=1)))
     assert engine.batches == [[(1, 0, 0), (2, 0, 0)], [(2, 0, 1)]]
 
 
 def test_a_limit_runs_groups_one_after_the_other_with_the_same_result():
     engine = EchoEngine()
-    executor = SeveralTurns(lambda prompt, sample: 1)
+    runner = GroupRunner(SeveralTurns(lambda prompt, sample: 1), print)
     settings = replace_flags(CONFIG, n_samples_per_prompt=1, max_concurrent_episodes=2)
-    asyncio.run(run_groups(prompts(5), engine, executor, settings))
+    asyncio.run(run_groups(prompts(5), engine, runner, settings))
     assert engine.batches == [[(0, 0, 0), (1, 0, 0)], [(2, 0, 0), (3, 0, 0)], [(4, 0, 0)]]
     _, free = make_rollout()
     _, bounded = make_rollout(config=replace_flags(CONFIG, max_concurrent_episodes=2))
@@ -129,10 +130,9 @@ def test_a_failing_group_cancels_waiting_groups():
         async def run_group(self, prompt, params, sessions):
             raise RolloutError(f"prompt {prompt.index}")
 
+    runner = GroupRunner(FailingExecutor(), print)
     with pytest.raises(RolloutError, match="prompt 0"):
-        asyncio.run(
-            run_groups(prompts(5), EchoEngine(), FailingExecutor(), replace_flags(CONFIG, max_concurrent_episodes=1))
-        )
+        asyncio.run(run_groups(prompts(5), EchoEngine(), runner, replace_flags(CONFIG, max_concurrent_episodes=1)))
 
 
 def test_a_group_is_filtered_by_the_scores_of_its_episodes():
