@@ -1,11 +1,11 @@
 """Concurrent episodes, and how their requests reach the engine.
 
-`run_group` (`rollouts.py`) gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the
+`GroupRunner` (`rollouts.py`) gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the
 executor. An episode generates through its session. In lockstep, a request first waits for those of the other episodes:
 
     episode -> EpisodeSession.generate ----- waits -----> Engine.generate
                                                ^
-               send_if_ready: as soon as every running episode waits
+                     advance: as soon as every running episode waits
 
 The requests then reach the engine in the same iteration of the event loop, in the order of their episodes, and the
 engine of this process makes one batch of them. Engines are fastest with large batches, and the batches depend only on
@@ -54,7 +54,7 @@ class EpisodeScheduler:
         sessions = [EpisodeSession(self, next(self.numbers), prefix) for _ in range(size)]
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.queue.append((sessions, started))
-        self.start_groups()
+        started.get_loop().call_soon(self.advance)
         try:
             await started
             yield sessions
@@ -62,32 +62,28 @@ class EpisodeScheduler:
             for session in sessions:
                 session.close()
 
-    def start_groups(self) -> None:
-        """Start queued groups in order, while the limit has room for the first of them."""
+    def advance(self) -> None:
+        """Start queued groups while the limit has room; in lockstep, send all requests once each episode has one.
+
+        This function runs in the next iteration of the event loop after each change, by which time the other changes of
+        that iteration, such as the requests of other episodes, are known.
+        """
         while self.queue:
             sessions, started = self.queue[0]
             if self.limit is not None and self.running > 0 and self.running + len(sessions) > self.limit:
-                return
+                break
             self.queue.popleft()
             if not started.done():  # otherwise it was cancelled
                 self.running += len(sessions)
                 for session in sessions:
                     session.start()
                 started.set_result(None)
-
-    def send_if_ready(self) -> None:
-        """In lockstep, let all requests proceed, in the order of their episodes, once every running episode has one.
-
-        Sessions schedule this function for the next iteration of the event loop, by which time the other requests of
-        this iteration wait too.
-        """
-        if len(self.waiting) < self.running:
-            return
-        turns = [turn for _, turn in sorted(self.waiting.items())]
-        self.waiting.clear()
-        for turn in turns:
-            if not turn.done():  # otherwise it was cancelled
-                turn.set_result(None)
+        if len(self.waiting) >= self.running:
+            turns = [turn for _, turn in sorted(self.waiting.items())]  # in the order of their episodes
+            self.waiting.clear()
+            for turn in turns:
+                if not turn.done():  # otherwise it was cancelled
+                    turn.set_result(None)
 
 
 @dataclass(eq=False)
@@ -116,7 +112,7 @@ class EpisodeSession:
             if scheduler.lockstep:  # wait until every running episode has a request
                 loop = asyncio.get_running_loop()
                 turn = scheduler.waiting[self.episode] = loop.create_future()
-                loop.call_soon(scheduler.send_if_ready)
+                loop.call_soon(scheduler.advance)
                 await turn
             request = replace(request, prefix=self.prefix, episode=self.episode)
             (completion,) = await scheduler.engine.generate([request])
@@ -134,5 +130,4 @@ class EpisodeSession:
             self.scheduler.times.generating.end()
             self.since = now
             self.scheduler.running -= 1
-            self.scheduler.start_groups()
-            asyncio.get_running_loop().call_soon(self.scheduler.send_if_ready)
+            asyncio.get_running_loop().call_soon(self.scheduler.advance)
