@@ -13,7 +13,7 @@ a class that supports this:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, cast
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -105,13 +105,15 @@ class IndexedLayer(cache_utils.DynamicIndexedLayer, GrowingLayer):
 class StateLayer(cache_utils.LinearAttentionLayer):
     """Convolutional and recurrent states [rows, ...], without columns."""
 
-    def keep_states(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        """Keep only these rows; `drop_left` has no effect."""
         for states in (self.conv_states, self.recurrent_states):
             for number, state in states.items():
                 if state is not None:
                     states[number] = state.index_select(0, rows)
 
-    def join_states(self, others: Sequence[Self]) -> None:
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the rows of the same layer of other caches."""
         for kind in ("conv_states", "recurrent_states"):
             states = vars(self)[kind]
             for number, state in states.items():
@@ -121,6 +123,14 @@ class StateLayer(cache_utils.LinearAttentionLayer):
 
 class HybridLayer(cache_utils.LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer):
     """Convolutional and recurrent states together with keys and values."""
+
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        StateLayer.keep(self, rows, drop_left)
+        GrowingLayer.keep(self, rows, drop_left)
+
+    def join(self, others: Sequence[Self]) -> None:
+        StateLayer.join(self, others)
+        GrowingLayer.join(self, others)
 
 
 # Cache layer of Transformers -> the class that replaces it.
@@ -136,6 +146,8 @@ ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
 
 class RowCache(cache_utils.Cache):
     """The cache of all running rows."""
+
+    layers: list[GrowingLayer | StateLayer]  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: PretrainedConfig) -> None:
         """Create the layers for a model's config; for an attention-only model, layers are created on demand."""
@@ -155,19 +167,3 @@ class RowCache(cache_utils.Cache):
     def has_columns(self) -> bool:
         """True if any layer has keys and values; only these have columns."""
         return any(isinstance(layer, GrowingLayer) for layer in self.layers)
-
-    def keep_rows(self, keep: Tensor, drop_left: int) -> None:
-        """Keep only these rows, without the `drop_left` columns on the left that are padding in all of them."""
-        for layer in self.layers:
-            if isinstance(layer, GrowingLayer):
-                layer.keep(keep, drop_left)
-            if isinstance(layer, StateLayer):
-                layer.keep_states(keep)
-
-    def add_rows(self, *others: RowCache) -> None:
-        """Append the rows of other caches, all left-padded to the longest."""
-        for mine, *same in zip(self.layers, *(other.layers for other in others), strict=True):
-            if isinstance(mine, GrowingLayer):
-                mine.join(cast("list[GrowingLayer]", same))
-            if isinstance(mine, StateLayer):
-                mine.join_states(cast("list[StateLayer]", same))

@@ -161,13 +161,15 @@ class CachedRows:
         keep = torch.tensor(places, device=self.mask.device)
         mask = self.mask[keep]  # [kept rows, columns]
         drop_left = int((mask.cumsum(1) == 0).sum(1).min())  # columns that are padding in all kept rows
-        self.cache.keep_rows(keep, drop_left)
+        for layer in self.cache.layers:
+            layer.keep(keep, drop_left)
         self.mask = mask[:, drop_left:]
         if self.chosen is not None:
             self.chosen = self.chosen[keep][:, drop_left:]
 
     def add(self, *others: CachedRows) -> None:
-        self.cache.add_rows(*(other.cache for other in others))
+        for layer, *same in zip(self.cache.layers, *(other.cache.layers for other in others), strict=True):
+            layer.join(same)
         masks = [self.mask, *(other.mask for other in others)]  # [rows, columns] each
         longest = max(mask.shape[1] for mask in masks)
         self.mask = torch.cat([pad(mask, (longest - mask.shape[1], 0)) for mask in masks])
