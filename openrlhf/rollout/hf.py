@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.errors import EngineError, RolloutError, counted
-from openrlhf.event_loop import mark_retrieved
 from openrlhf.models.forward import Network
 from openrlhf.models.modes import evaluating
 from openrlhf.models.plain import checkpoint_places, load_weights
@@ -62,6 +62,22 @@ class RunningBatch:
     state: DecodingRows
     sampling: SamplingState
 
+    @property
+    def last_tokens(self) -> list[int]:
+        return [row.token_ids[-1] for row in self.rows]
+
+    @property
+    def ended(self) -> list[bool]:
+        return [row.finish_reason is not None for row in self.rows]
+
+
+@dataclass
+class GatheredRequests:
+    """Requests that are generated as one batch."""
+
+    requests: list[Request] = field(default_factory=list)
+    completions: Future[list[Completion]] = field(default_factory=Future)
+
 
 class HFEngine:
     """Engine that generates with a network, which may be shared with training."""
@@ -85,8 +101,7 @@ class HFEngine:
         self.watch = None if timeout is None else ProgressWatch(timeout, end_hanging_program)
         self.may_generate = asyncio.Event()
         self.may_generate.set()
-        self.gathered: list[Request] = []  # requests that wait for the next batch
-        self.next_batch: asyncio.Future[list[Completion]] | None = None
+        self.next_batch = GatheredRequests()
         generation = network.decoder.generation_config
         self.ends = end_tokens(generation.eos_token_id if generation else None, tokenizer)
 
@@ -107,21 +122,20 @@ class HFEngine:
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return all completions; calls from the same iteration of the event loop run as one batch."""
-        first = len(self.gathered)
-        self.gathered += requests
-        if self.next_batch is None or self.next_batch.done():
-            self.next_batch = mark_retrieved(asyncio.ensure_future(self._complete_gathered()))
-        completions = await asyncio.shield(self.next_batch)
-        return completions[first : first + len(requests)]
-
-    async def _complete_gathered(self) -> list[Completion]:
-        await asyncio.sleep(0)
+        batch, first = self.next_batch, len(self.next_batch.requests)
+        batch.requests += requests
+        await asyncio.sleep(0)  # until all calls of this iteration have added their requests
         await self.may_generate.wait()
-        requests, self.next_batch = list(self.gathered), None
-        self.gathered.clear()
-        hidden = not self.shows_progress
-        with Progress("generate", total=len(requests), unit="response", hidden=hidden, brief=True) as progress:
-            return self.complete(requests, progress=progress)
+        if batch is self.next_batch:  # the first of these calls to get here generates for all of them
+            self.next_batch, hidden = GatheredRequests(), not self.shows_progress
+            try:
+                with Progress(
+                    "generate", total=len(batch.requests), unit="response", hidden=hidden, brief=True
+                ) as progress:
+                    batch.completions.set_result(self.complete(batch.requests, progress=progress))
+            except BaseException as error:  # noqa: BLE001 - each of these calls raises it
+                batch.completions.set_exception(error)
+        return batch.completions.result()[first : first + len(requests)]
 
     @torch.no_grad()
     def complete(
@@ -145,7 +159,7 @@ class HFEngine:
                     for index, completion in finished.items():
                         on_done(index, completion)
                 if running:
-                    self._step(running)
+                    self._sample(running, running.state.step(running.last_tokens, running.ended))
         return [completions[index] for index in range(len(requests))]
 
     @contextmanager
@@ -166,7 +180,7 @@ class HFEngine:
             running = self._admit(None, [row])
             yield row.token_ids[-1]
             while row.finish_reason is None:
-                self._step(running)
+                self._sample(running, running.state.step(running.last_tokens, running.ended))
                 yield row.token_ids[-1]
 
     def _admit(self, running: RunningBatch | None, waiting: list[RunningRow]) -> RunningBatch:
@@ -188,7 +202,7 @@ class HFEngine:
 
     def _retire(self, running: RunningBatch, *, num_waiting: int) -> tuple[RunningBatch | None, dict[int, Completion]]:
         """Remove rows that have ended, once there are enough; return the remaining batch and completions by index."""
-        active = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
+        active = [place for place, ended in enumerate(running.ended) if not ended]
         num_ended = len(running.rows) - len(active)
         if active and num_ended < self._worth_a_copy(running, num_waiting):
             return running, {}
@@ -220,12 +234,6 @@ class HFEngine:
         if not num_waiting:
             return max(1, len(running.rows) // 8)
         return min(num_waiting, max(1, self.max_rows // 8))
-
-    def _step(self, running: RunningBatch) -> None:
-        """Sample one more token for each row."""
-        ended = [row.finish_reason is not None for row in running.rows]
-        logits = running.state.step([row.token_ids[-1] for row in running.rows], ended)  # [rows, vocabulary]
-        self._sample(running, logits)
 
     def _sample(self, running: RunningBatch, logits: Tensor) -> None:
         """Sample the next token of each row from logits [rows, vocabulary], which are changed in place."""

@@ -68,7 +68,10 @@ def sample_tokens(
     """
     greedy = state.temperature == 0  # [rows]
     temperature = torch.where(greedy, 1.0, state.temperature)[:, None]  # [rows, 1]
-    log_probs = truncate((logits.float() / temperature).log_softmax(-1), state)  # [rows, vocabulary]
+    log_probs = (logits.float() / temperature).log_softmax(-1)  # [rows, vocabulary]
+    limited = (state.min_p > 0) | (state.top_k < logits.shape[-1]) | (state.top_p < 1)  # [rows]
+    if bool(limited.any()):
+        log_probs = truncate(log_probs, state)
     uniform = state.uniforms.gather(1, places.clamp(max=state.uniforms.shape[1] - 1)[:, None])  # [rows, 1]
     cumulative = log_probs.double().exp().cumsum(-1)  # [rows, vocabulary]
     # Take the first token whose cumulative probability exceeds the random number; its probability is never zero.
@@ -82,15 +85,12 @@ def sample_tokens(
 def truncate(log_probs: Tensor, state: SamplingState) -> Tensor:
     """Truncate log-probs [rows, vocabulary] by min-p, top-k and top-p, and normalise them again.
 
-    They are returned unchanged if no row has a limit. As in vLLM, top-p is applied after min-p and top-k.
+    As in vLLM, top-p is applied after min-p and top-k.
     """
-    vocabulary = log_probs.shape[-1]
-    if bool(((state.top_p >= 1) & (state.top_k >= vocabulary) & (state.min_p <= 0)).all()):
-        return log_probs
     ranked, order = log_probs.sort(-1, descending=True)  # [rows, vocabulary], like all tensors below
     probs = ranked.exp()
     kept = probs >= state.min_p[:, None] * probs[:, :1]
-    kept &= torch.arange(vocabulary, device=log_probs.device)[None] < state.top_k[:, None]
+    kept &= torch.arange(log_probs.shape[-1], device=log_probs.device)[None] < state.top_k[:, None]
     left = probs * kept
     before = left.cumsum(-1) - left  # total probability of more likely tokens
     kept &= before < state.top_p[:, None] * left.sum(-1, keepdim=True)

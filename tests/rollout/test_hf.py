@@ -140,11 +140,11 @@ def test_waiting_requests_get_the_first_free_slots(num_waiting, network, tokeniz
     lengths = [10] * num_waiting + [20] * (64 - num_waiting) + [20] * num_waiting
     asked = [Request((5,), SamplingParams(max_tokens=length, min_tokens=length, temperature=0.0)) for length in lengths]
     engine = HFEngine(network, tokenizer, max_rows=64)
-    steps = []
-    step = engine._step
-    monkeypatch.setattr(engine, "_step", lambda running: (steps.append(len(running.rows)), step(running)))
+    sampled = []
+    sample = engine._sample
+    monkeypatch.setattr(engine, "_sample", lambda running, logits: (sampled.append(logits), sample(running, logits)))
     assert [len(one.token_ids) for one in engine.complete(asked)] == lengths
-    assert len(steps) <= 10 + 20
+    assert len(sampled) <= 10 + 1 + 20  # rows are admitted one step after others were retired
 
 
 @pytest.mark.parametrize("max_rows", [16, 32])
@@ -293,7 +293,7 @@ network, tokenizer = Network(AutoModelForCausalLM.from_pretrained(folder)), Auto
 engine = HFEngine(network, tokenizer, timeout=1.0).prepare()
 request = Request((5, 6), SamplingParams(max_tokens=8, min_tokens=8))
 assert len(engine.complete([request])[0].token_ids) == 8
-HFEngine._step = lambda self, running: time.sleep(3600)
+HFEngine._sample = lambda self, running, logits: time.sleep(3600)
 engine.complete([request])
 """
 
