@@ -79,13 +79,11 @@ class SimulatedExecutor:
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
-        async def generate(session: Session, own: SamplingParams) -> Completion:
-            try:
-                return await session.generate(Request(prompt.input_ids, own))
-            finally:
-                session.close()
-
-        made = await asyncio.gather(*map(generate, sessions, params))
+        answers = (
+            session.generate(Request(prompt.input_ids, sample), last=True)
+            for session, sample in zip(sessions, params, strict=True)
+        )
+        made = await asyncio.gather(*answers)
         score = 0.5 if random.Random(f"pass {prompt.index}").random() < self.pass_rate else 0.0
         return GroupResult([join_turn(prompt, completion, 8, Scored(score, score)) for completion in made])
 

@@ -21,7 +21,9 @@ SHOWN = 160  # maximum characters to quote in a message
 class Session(Protocol):
     """One episode's access to the policy, one request at a time; close it after the last request."""
 
-    async def generate(self, request: Request) -> Completion: ...
+    async def generate(self, request: Request, *, last: bool = False) -> Completion:
+        """Return the completion of a request; if it is the last one, close the session."""
+        ...
 
     def close(self) -> None: ...
 

@@ -17,7 +17,7 @@ from openrlhf.agents.rewards import FileRewards, ServerRewards
 from openrlhf.agents.scores import NOT_SCORED, Samples, Scored
 from openrlhf.agents.trajectory import join_turn
 from openrlhf.errors import RewardError
-from openrlhf.types import Completion, Prompt, Request, SamplingParams
+from openrlhf.types import Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,14 +36,10 @@ class SingleTurnSamples:
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
         """Generate all responses, then score them together."""
-
-        async def generate(params: SamplingParams, session: Session) -> Completion:
-            try:
-                return await session.generate(Request(prompt.input_ids, params))
-            finally:
-                session.close()
-
-        completions = await gather_or_cancel(generate(*pair) for pair in zip(params, sessions, strict=True))
+        completions = await gather_or_cancel(
+            session.generate(Request(prompt.input_ids, sample), last=True)
+            for session, sample in zip(sessions, params, strict=True)
+        )
         scores: list[Scored | RewardError] = [NOT_SCORED] * len(completions)
         if self.rewards is not None:
             sampled = [item.token_ids.tolist() for item in completions]

@@ -145,7 +145,7 @@ class MadeUpSession:
         self.asked = 0
         self.asked_at = time.monotonic()  # time of the last request, or of the start
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, *, last: bool = False) -> Completion:
         self.asked_at = time.monotonic()
         most = request.params.max_tokens
         ids = list(islice(cycle(self.ids) if self.asked else self.ids, most))

@@ -102,8 +102,11 @@ class EpisodeSession:
         self.since = time.perf_counter()
         self.scheduler.times.generating.begin()
 
-    async def generate(self, request: Request) -> Completion:
-        """Return the completion of a request; cancelling the call cancels the request."""
+    async def generate(self, request: Request, *, last: bool = False) -> Completion:
+        """Return the completion of a request, and close the session after the last one.
+
+        Cancelling the call cancels the request.
+        """
         assert self.open, "an episode requested tokens after it had ended"
         scheduler = self.scheduler
         assert self.episode not in scheduler.waiting, "an episode makes one request at a time"
@@ -120,6 +123,8 @@ class EpisodeSession:
         finally:
             scheduler.waiting.pop(self.episode, None)  # if it was cancelled
             scheduler.times.requesting.end()
+            if last:
+                self.close()
 
     def close(self) -> None:
         """End the episode; this may start a queued group, or send the requests of the other episodes."""

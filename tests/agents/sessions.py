@@ -29,13 +29,15 @@ class Scripted:
         self.requests = []
         self.closed = 0
 
-    async def generate(self, request):
+    async def generate(self, request, *, last=False):
         number = len(self.requests)
         self.requests.append(request)
         text = self.texts[min(number, len(self.texts) - 1)]
         ids = tuple(encode(text)[: request.params.max_tokens])
         cut = len(ids) < len(encode(text))
         finish = "length" if cut else self.finish
+        if last:
+            self.close()
         return Completion.of(ids, (-float(number + 1),) * len(ids), decode(ids), finish, self.version)
 
     def close(self):

@@ -127,9 +127,9 @@ def test_a_failure_among_concurrent_calls_drops_only_its_sample(build, write, de
 class Late(Scripted):
     """Session that answers after a second."""
 
-    async def generate(self, request):
+    async def generate(self, request, *, last=False):
         await asyncio.sleep(1.0)
-        return await super().generate(request)
+        return await super().generate(request, last=last)
 
 
 @pytest.mark.slow(seconds=5)

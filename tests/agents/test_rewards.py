@@ -276,7 +276,7 @@ def test_cancelled_group_does_not_disturb_others(build, write):
 
 def test_engine_error_is_raised_unchanged(build, write):
     class Broken(Scripted):
-        async def generate(self, request):
+        async def generate(self, request, *, last=False):
             raise RolloutError("the engine is gone")
 
     executor = build(remote_rm_url=write("def reward_func(q, p): return [1.0]"), on_reward_error="skip")
