@@ -93,12 +93,10 @@ class AdaptiveKL:
             raise ValueError(f"KL target and horizon must be positive, got {self.target} and {self.horizon}")
 
     def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
-        """Return the controller after a rollout of `num_samples` samples with mean KL `kl`.
-
-        A rollout larger than the horizon counts as one horizon: the coefficient could become negative otherwise.
-        """
+        """Return the controller after a rollout of `num_samples` samples with mean KL `kl`."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * min(num_samples / self.horizon, 1.0)))
+        factor = max(1 + error * num_samples / self.horizon, 0.2)  # a rollout of five horizons could make it negative
+        return replace(self, coef=self.coef * factor)
 
 
 def kl_controller(coef: float, target: float | None, horizon: float) -> FixedKL | AdaptiveKL:

@@ -146,10 +146,9 @@ def test_adaptive_controller_matches_hand_computation(kl, expected):
     assert controller.coef == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("samples", [10_000, 100_000])
-def test_a_rollout_larger_than_the_horizon_keeps_the_coefficient_positive(samples):
-    assert AdaptiveKL(0.1, 6.0, 10_000).updated(0.0, samples).coef == pytest.approx(0.08)
-    assert AdaptiveKL(0.1, 6.0, 10_000).updated(60.0, samples).coef == pytest.approx(0.12)
+@pytest.mark.parametrize(("samples", "coef"), [(10_000, 0.08), (30_000, 0.04), (100_000, 0.02)])
+def test_a_rollout_larger_than_the_horizon_keeps_the_coefficient_positive(samples, coef):
+    assert AdaptiveKL(0.1, 6.0, 10_000).updated(0.0, samples).coef == pytest.approx(coef)
 
 
 def test_adaptive_controller_is_restored_from_a_checkpoint():
