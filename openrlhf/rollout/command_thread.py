@@ -34,6 +34,7 @@ Owner = TypeVar("Owner", bound="CommandThread")
 Waiter: TypeAlias = Future[Any]  # the answer to one caller, which awaits it in an event loop with `asyncio.wrap_future`
 CLOSED = "this engine was closed"
 JOIN_SECONDS = 1.0  # seconds between checks of whether a thread that should end is stuck
+RECOVERY_SECONDS = 10.0  # time for a stuck thread to recover and end: at exit, Python aborts if it still runs C++ code
 
 
 class Command(NamedTuple):
@@ -153,6 +154,7 @@ class CommandThread(ABC):
         def join() -> None:
             while self._thread.is_alive() and not self._stuck:
                 self._thread.join(JOIN_SECONDS)
+            self._thread.join(RECOVERY_SECONDS)
             self._watch.close()
 
         await asyncio.to_thread(join)

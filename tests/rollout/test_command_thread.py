@@ -8,7 +8,14 @@ from concurrent.futures import Future
 import pytest
 
 from openrlhf.errors import EngineError, RolloutError
+from openrlhf.rollout import command_thread
 from openrlhf.rollout.command_thread import CommandThread, on_thread
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Closing does not wait for a thread that is stuck."""
+    monkeypatch.setattr(command_thread, "RECOVERY_SECONDS", 0.0)
 
 
 class Counter(CommandThread):
@@ -156,7 +163,7 @@ def test_an_engine_that_cannot_be_built_raises_immediately():
 
 
 @pytest.mark.parametrize("steps", [7, 1000])
-def test_an_engine_without_progress_fails_all_callers_and_can_be_closed(steps):
+def test_an_engine_without_progress_fails_all_callers_and_can_be_closed(impatient, steps):
     """With seven steps left, the step never returns; with a thousand, steps return without progress."""
 
     async def run():
@@ -188,7 +195,7 @@ def test_an_idle_engine_does_not_count_as_hanging():
     asyncio.run(run())
 
 
-def test_a_command_that_never_returns_is_named():
+def test_a_command_that_never_returns_is_named(impatient):
     async def run():
         counter = Counter(timeout=0.1)
         waiter = Future()
