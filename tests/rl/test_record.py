@@ -242,7 +242,8 @@ def with_column(name, values):
     def change(file):
         table = pq.read_table(file)
         place, column = table.schema.get_field_index(name), table.column(name)
-        pq.write_table(table.set_column(place, name, pa.array([values] * len(table), column.type)), file)
+        kind = pa.list_(column.type.value_type) if pa.types.is_list(column.type) else column.type  # may contain nulls
+        pq.write_table(table.set_column(place, name, pa.array([values] * len(table), kind)), file)
 
     return change
 

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.sections.training import ShardingFlags
+from openrlhf.data.shared_prefixes import Sequences
 from openrlhf.models.forward import LogProbs
 from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.training.deepspeed_config import NetworkFacts, engine_config, frozen_config
@@ -148,7 +149,7 @@ def test_ranks_of_a_sharded_reward_model_may_have_different_numbers_of_micro_bat
     for number, rank in enumerate(ranks):
         expected = alone.score_rows(judged_rows(number))
         assert_close(torch.tensor(rank["uneven_rounds"]), expected, rtol=0.0, atol=1e-5)
-    assert len(alone.batching.cut(judged_rows(0))) > 1
+    assert len(alone.batching.cut(Sequences(judged_rows(0)))) > 1
 
 
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(folder: Path, ranks: list[dict[str, Any]]) -> None:
