@@ -143,7 +143,7 @@ def rollouts_with_barrier(groups: Groups) -> Iterator[None]:
 
 
 def run_barrier(cluster: Cluster, groups: Groups, *, asynchronous: bool) -> Iterator[float]:
-    """Yield the time at which each step ends; asynchronously, the previous rollout is trained at the same time."""
+    """Yield the time at which each step ends; asynchronously, the trainer works on the previous rollout."""
     trained = 0.0  # when the trainer is free
     for _ in rollouts_with_barrier(groups):
         if not asynchronous:

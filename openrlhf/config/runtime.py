@@ -231,8 +231,8 @@ def scores_policy(config: RLConfig) -> bool:
     """Return True if the policy must score its samples before training on them.
 
     Its log-probs are needed for a KL term in the reward, for importance correction, and as the old log-probs if a
-    rollout is trained in several optimizer steps. With a single step per rollout, the old log-probs equal the current
-    ones and need no scoring pass.
+    rollout takes several optimizer steps. With a single step per rollout, the old log-probs equal the current ones and
+    need no scoring pass.
     """
     kl_in_reward = uses_reference(config) and not config.kl.use_kl_loss
     several_steps = steps_per_rollout(config) > 1 and not old_log_probs_are_the_engines(config)

@@ -132,7 +132,7 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     again, accepted = saved.get("again", []), read_groups(folder / GROUPS_FILE)
     drawn = saved.get("drawn", state.place)  # older checkpoints have no groups of unfinished rollouts
     state.stream = StreamState(drawn, again=again, accepted=accepted)
-    # Every rollout that was made has been trained or is in the queue, and used at least one prompt.
+    # Every rollout that was made has been trained on or is in the queue, and used at least one prompt.
     if state.made != state.version + len(state.queue) or state.place < state.made:
         raise BackendError(
             f"the checkpoint {folder} is inconsistent (rollouts made: {state.made}, trained: {state.version}, queued: "

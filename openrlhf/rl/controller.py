@@ -279,7 +279,7 @@ class Controller:
         return await self.gap.probe(self.engine, prompts, self.config.rollout, self.state.version)
 
     def _progress(self, rollout: Rollout, trained: float) -> float:
-        """Return the fraction of the run that is done when the fraction `trained` of a rollout has been trained.
+        """Return the fraction of the run that is done once the fraction `trained` of a rollout has been trained on.
 
         The number of optimizer steps is unknown, because groups may be filtered out or fail. A run ends when the
         prompts run out or at --max_steps, so progress is measured by whichever of the two is nearer.

@@ -287,7 +287,7 @@ def test_samples_beyond_the_staleness_limit_are_generated_again():
         engine.finish(6, 7, 8, 9)
         assert positions(await taking) == [6, 7, 8, 9]
         engine.version = 2
-        engine.finish(0)  # it has version 0, and the next rollout is trained at version 2
+        engine.finish(0)  # it has version 0, and training on the next rollout starts at version 2
         await engine.started(*range(10))
         del engine.held[0]
         taking = asyncio.create_task(source.take(2, 8))
