@@ -2,7 +2,7 @@
 
 All JSON that this package did not write is parsed by `parse_json`. It either returns a value that all later code can
 use, or raises `InvalidJSON`, which the caller turns into its own error. `json.loads` alone is not enough: it raises
-three kinds of exceptions, and it returns values on which later code fails, such as half a surrogate pair, which no
+three kinds of exceptions, and it returns values on which later code fails, such as a lone surrogate, which no
 tokenizer accepts, or an object that is nested too deeply to be compared, printed or serialised.
 """
 
@@ -38,7 +38,7 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidJSON(error.msg, error.lineno, error.colno) from None
-    except UnicodeError as error:  # bytes of another encoding, or half a surrogate pair
+    except UnicodeError as error:  # bytes of another encoding, or a lone surrogate
         raise InvalidJSON(str(error)) from None
     except ValueError:  # Python does not convert very long numbers, because that takes quadratic time
         raise InvalidJSON("a number has thousands of digits") from None
@@ -51,7 +51,7 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
 
 
 def check_values(value: object, *, finite: bool) -> None:
-    """Raise InvalidJSON for deep nesting, halves of surrogate pairs and, with `finite`, NaN and infinity."""
+    """Raise InvalidJSON for deep nesting, lone surrogates and, with `finite`, NaN and infinity."""
     level, depth = [value], 1
     while level:
         inner: list[object] = []
