@@ -27,7 +27,7 @@ def test_without_a_loop_the_coroutine_runs_here():
     assert run_async(name_of_thread()) == threading.current_thread().name
 
 
-def test_beside_a_loop_the_coroutine_runs_in_a_thread():
+def test_if_a_loop_is_running_the_coroutine_runs_in_a_thread():
     assert in_notebook(lambda: run_async(name_of_thread())) == "openrlhf-event-loop"
 
 

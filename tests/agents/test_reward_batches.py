@@ -138,7 +138,7 @@ def test_a_malformed_result_fails_only_the_group_that_causes_it(build, write, se
     assert calls(seen) == [["0=", "1=", "2="], ["0="], ["1="], ["2="]]
 
 
-def test_a_failure_stops_the_run_with_its_sample(build, write, seen):
+def test_a_failure_stops_the_run_and_names_its_sample(build, write, seen):
     source = RECORD.format(seen=str(seen)) + WHEN_ONE.format(fault="raise ValueError('odd')")
     with pytest.raises(RewardError, match=r"raised ValueError: odd .* for prompt 1 '1=', response '1'"):
         run_all(build(remote_rm_url=write(source), reward_batch_groups=3), groups(range(3)))

@@ -53,7 +53,7 @@ steps = st.lists(mostly(st.one_of(numbers, st.sampled_from("+-"))), max_size=2)
 
 
 def rows(cells):
-    """Draw a row whose main columns are mostly these cells."""
+    """Return a strategy for rows whose main columns are mostly drawn from `cells`."""
     cells = mostly(cells)
     labels = st.one_of(st.sampled_from([0, 1]), st.sampled_from([["+"], [0.5]]), steps)
     return st.fixed_dictionaries(

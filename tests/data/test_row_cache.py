@@ -259,7 +259,7 @@ def test_labels_that_json_would_change_stay_in_memory(caching, tokenizer, capsys
     assert "rows are kept in memory" in capsys.readouterr().err
 
 
-def test_tables_and_their_rows_are_read_alike(caching, tokenizer):
+def test_a_table_is_read_like_its_single_rows(caching, tokenizer):
     messages = [{"input": [user("one"), {**assistant("two"), "name": None}], "extra": None}] * 7
     table = datasets.Dataset.from_list([*messages, {"input": [user("one")], "extra": 1}])
     table.to_parquet("table.parquet")

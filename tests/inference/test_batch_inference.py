@@ -152,7 +152,7 @@ def test_rewards_are_normalised_plain_transformers_scores(infer, reward_model, c
     assert "reward: mean" in capfd.readouterr().err
 
 
-def test_a_reward_model_saved_by_plain_transformers_scores(infer, tmp_path):
+def test_a_reward_model_saved_by_plain_transformers_can_score_answers(infer, tmp_path):
     base = make_model(tmp_path / "base")
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(tmp_path / "other")

@@ -171,7 +171,7 @@ def test_adapters_on_every_linear_layer_but_the_head(folder):
     }
 
 
-def test_adapters_on_named_modules_beside_the_scalar_head(folder):
+def test_a_scalar_head_trains_fully_next_to_adapters_on_named_modules(folder):
     names = learning(adapted(folder, target_modules=("q_proj", "v_proj"), scalar=True))
     assert {name.split(".lora_")[0].split(".")[-1] for name in names if "lora_" in name} == {"q_proj", "v_proj"}
     assert [name for name in names if "lora_" not in name] == ["base_model.model.score.modules_to_save.default.weight"]
@@ -205,7 +205,7 @@ def test_adapters_on_unsupported_layers_are_rejected():
         choose_layout(network, network)
 
 
-def test_adapters_beside_embeddings_that_a_model_changes_in_place():
+def test_adapters_train_in_a_model_that_changes_its_embeddings_in_place():
     """ctrl scales the output of its embeddings in place, which autograd forbids for a leaf that requires a gradient."""
     model = add_adapters(build("ctrl"), LoraFlags(lora_rank=2), scalar=False)
     model(input_ids=torch.arange(3, 9)[None]).logits.sum().backward()

@@ -12,7 +12,7 @@ def frozen(model):
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
-def test_vision_stays_frozen_beside_the_text_decoder(capsys):
+def test_vision_stays_frozen_while_the_text_decoder_trains(capsys):
     model = build("gemma3")
     assert add_adapters(model, LoraFlags(), scalar=False) is model
     text = {name for name, _ in model.named_parameters() if "language_model" in name}

@@ -241,7 +241,7 @@ def test_group_baselines_of_steps_match_hand_computation(estimator, steps):
     assert at_actions(found, "advantages") == approx_rows([[both, both, second, second, 0], [third, 0]])
 
 
-def test_an_outcome_reward_is_at_the_last_token_beside_step_rewards():
+def test_an_outcome_reward_is_added_at_the_last_token_to_the_step_rewards():
     found = process_experience(
         replace_flags(EACH_STEP, advantage_estimator="reinforce", no_advantage_std_norm=True), BOTH
     )

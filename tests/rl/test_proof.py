@@ -116,7 +116,7 @@ def test_a_leak_between_sequences_of_a_batch_is_detected(layout, count):
     assert set(trainer.sequences) == {2}
 
 
-def test_a_single_fresh_sample_is_scored_beside_an_older_one():
+def test_a_single_fresh_sample_is_scored_together_with_an_older_one():
     trainer = Trainer()
     assert run_check(make_check(trainer), sample(-9.0, version=1), sample(-1.0, version=2), version=2) == 0.0
     assert trainer.sequences == [2]

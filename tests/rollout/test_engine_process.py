@@ -181,7 +181,7 @@ def test_a_stopped_process_counts_as_dead(monkeypatch):
     with_engines(scenario)
 
 
-def test_an_unnamed_signal_and_signals_meant_for_the_trainer():
+def test_an_engine_survives_a_launchers_signals_and_an_unnamed_signal_is_reported():
     async def scenario(group):
         child = group.engines[0].process.child
         waiting = asyncio.create_task(group.engines[0].process.call(EngineWorker.generate, [request(WAITS)]))
@@ -205,7 +205,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error(capfd):
 
 
 def test_cancelled_callers_do_not_wait_for_answers_that_are_never_read():
-    """Ctrl-C cancels all tasks at once, also those that read the engines' answers."""
+    """Ctrl-C cancels all tasks together, even those that read the engines' answers."""
 
     async def run():
         async with asyncio.timeout(engine_process.CLOSE_SECONDS), open_stand_ins() as group:
@@ -215,7 +215,7 @@ def test_cancelled_callers_do_not_wait_for_answers_that_are_never_read():
                 task.cancel()
             await asyncio.wait({waiting})
             child = group.engines[0].process.child
-            with pytest.raises(DeathError):  # at once
+            with pytest.raises(DeathError):  # immediately
                 await child.call("ping", (), {})
             return child.process.pid
 

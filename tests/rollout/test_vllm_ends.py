@@ -77,7 +77,7 @@ def test_torch_in_a_folder_with_a_space_disables_compilation(folder, tokenizer, 
 
 @pytest.mark.slow(seconds=8)
 def test_steps_without_tokens_end_the_wait(folder, tokenizer, monkeypatch):
-    """A scheduler that finds no memory for any request takes steps forever."""
+    """A scheduler that has no memory for any request keeps stepping forever."""
     engine = build(folder, tokenizer, engine_timeout=60.0)
 
     async def run():

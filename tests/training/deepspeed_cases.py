@@ -32,7 +32,7 @@ from openrlhf.training.moving_average import MovingAverage
 from openrlhf.training.objectives import add_aux
 from openrlhf.types import Batch
 
-# An eps above rounding: otherwise a gradient of zero, up to rounding, would move a weight by its sign.
+# Larger than rounding errors: otherwise Adam would turn a gradient that is only a rounding error into a full update.
 SETTINGS = OptimizerFlags(l2=0.1, adam_eps=1e-5, max_norm=0.5)
 RATE = 1e-2
 SCALES = (0.5, 1.0, 0.25)

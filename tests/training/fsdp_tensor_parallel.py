@@ -84,7 +84,7 @@ def omitted_case(worker: Worker) -> str:
 
 
 def resume_cases(worker: Worker) -> dict[str, Any]:
-    """Continue, with and without tensor parallelism, what four processes saved with and without it."""
+    """Resume, with and without tensor parallelism, from checkpoints that four processes saved with and without it."""
     results = {}
     checkpoints = {
         "full-split": ("split-packed-full", "llama", 2, {"packed": True}),

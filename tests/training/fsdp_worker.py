@@ -151,7 +151,7 @@ class Worker:
         }
 
     def deferred(self) -> dict[str, Any]:
-        """Train models whose weights are read layer by layer while they are sharded, also a frozen one."""
+        """Train models whose weights are read layer by layer while they are sharded, including a frozen one."""
         results = {}
         cases = {"llama": ShardingFlags(), "tied": ShardingFlags(), "gpt_oss": DIVIDED, "qwen3_moe": DIVIDED}
         for model, sharding in cases.items():

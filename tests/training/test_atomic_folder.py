@@ -132,7 +132,7 @@ def test_new_shards_are_not_hidden_by_an_older_single_file(tmp_path):
     assert list_names(folder) == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
 
 
-def test_adapters_beside_a_model_keep_it_complete(tmp_path):
+def test_adding_adapters_to_a_models_folder_keeps_the_model_complete(tmp_path):
     folder = tmp_path / "base"
     export_together(OneProcess(), folder, write_model)
     export_together(OneProcess(), folder, lambda temporary: (temporary / "adapter_config.json").write_text("{}"))

@@ -43,7 +43,7 @@ def test_a_plain_start_moves_everything(run_dir, capsys):
     assert left == {"config.json": "{}", "rollouts/notes.txt": notes}  # the config will be replaced
 
     (run_dir / "metrics.jsonl").write_text(lines(1))
-    set_earlier_run_aside(run_dir)  # of the same second
+    set_earlier_run_aside(run_dir)  # in the same second
     assert sorted(path.name for path in (run_dir / "earlier").iterdir()) == [aside.name, f"{aside.name}_2"]
 
 

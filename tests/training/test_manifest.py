@@ -51,7 +51,7 @@ def test_a_folder_in_place_of_a_file_is_damage(folder):
     assert find_damage(folder) == "large is missing"
 
 
-def test_equal_content_has_equal_checksums_whatever_the_threads(folder, monkeypatch):
+def test_checksums_do_not_depend_on_the_number_of_threads(folder, monkeypatch):
     first = checksums(folder, ["empty", "large"])
     monkeypatch.setattr(manifest, "MOST_THREADS", 1)
     assert checksums(folder, ["empty", "large"]) == first

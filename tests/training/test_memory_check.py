@@ -112,7 +112,7 @@ def raise_full(*args, **kwargs):
     raise torch.OutOfMemoryError(FULL)
 
 
-def test_a_full_device_is_explained_with_its_phase_and_flags(large):
+def test_an_out_of_memory_error_names_the_phase_and_the_flags_that_help(large):
     with (
         pytest.raises(DeviceMemoryError) as caught,
         explain_memory(config_of(large), "training", Machine(GPUS["H200"])),

@@ -46,7 +46,7 @@ def test_an_address_of_another_machine_means_all_addresses(capsys):
     assert "is not an address of this machine" in capsys.readouterr().err
 
 
-def test_a_loopback_name_of_several_machines_means_all_addresses(monkeypatch):
+def test_a_loopback_address_means_all_addresses_if_there_are_several_machines(monkeypatch):
     """Debian resolves the host's own name to a loopback address, but its peers do not."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
