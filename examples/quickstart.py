@@ -152,7 +152,7 @@ def build_model(folder: Path, characters: str = CHARACTERS) -> None:
 
 
 def run(command: str) -> None:
-    """Run one of our commands in its own process, printed so that it can be run by hand."""
+    """Print one of our commands, so that you can run it yourself, and run it in its own process."""
     print(f"\n$ openrlhf {command}", flush=True)
     subprocess.run([sys.executable, "-m", "openrlhf.cli.main", *shlex.split(command)], check=True)
 

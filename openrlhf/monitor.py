@@ -137,7 +137,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     @property
     def seconds_left(self) -> float:
-        """Time until the end, once a unit is counted; evaluations are expected to go on taking as much of it."""
+        """Time until the end, once a unit is counted; evaluations are expected to keep their share of it."""
         spent = time.monotonic() - self.started + self.outside
         return spent / self.counted * (self.total - self.done)
 

@@ -35,7 +35,7 @@ KEPT_SECONDS = 7 * 24 * 3600.0  # age at which kept logs and folders of unknown 
 CHECK_EVERY = 0.5  # seconds
 SECONDS_TO_REAP = 30.0
 SCAN_EVERY = 0.1  # seconds
-QUIET_SCANS = 3  # scans in a row without a match; one may miss a process in exec, which has no environment
+QUIET_SCANS = 3  # consecutive scans without a match; one may miss a process whose exec has emptied its environment
 
 
 @contextmanager

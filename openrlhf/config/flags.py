@@ -91,7 +91,7 @@ class Flag:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Return the flags of which one must be set for this one to have an effect."""
+        """Return the flags of which at least one must be set for this one to have an effect."""
         return tuple((self.needs or "").split())
 
     @property

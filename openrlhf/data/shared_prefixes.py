@@ -47,7 +47,7 @@ class PrefixGroup(NamedTuple):
 
 
 class Sequences:
-    """Sequences of tokens, sorted once to find those that start alike, even if they are divided into many batches."""
+    """Token sequences, sorted once, so that shared prefixes can be found among all of them or within any batch."""
 
     def __init__(self, arrays: Sequence[NDArray[np.integer]]) -> None:
         self.arrays = arrays

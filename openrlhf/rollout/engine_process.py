@@ -52,7 +52,7 @@ class EngineChild:
     name: str
     process: asyncio.subprocess.Process
     writer: asyncio.StreamWriter
-    unanswered: dict[int, asyncio.Future[object]] = field(default_factory=dict)  # futures by number of the call
+    unanswered: dict[int, asyncio.Future[object]] = field(default_factory=dict)  # by the number of their call
     count: int = 0  # calls so far; numbers them
     output: bytes = b""  # its last TAIL bytes
     silence: str = ""  # why it was killed, if it did not react

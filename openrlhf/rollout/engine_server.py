@@ -36,7 +36,7 @@ class EngineServer:
 
     def __init__(self) -> None:
         self.worker = EngineWorker()
-        self.tasks: dict[int, asyncio.Task[None]] = {}  # tasks by number of the call
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # by the number of their call
 
     async def serve(self, connection: socket.socket) -> None:
         """Start the calls that arrive; end the process when the trainer has closed the connection."""

@@ -124,8 +124,8 @@ class DeepSpeedBackend(DistributedBackend):
         self.audit = Audit(trainable(network), shards.master_shard, lambda found: largest(found, device))
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over processes, but ours must be summed, also within a ring. Scaling the loss by
-        # the number of processes turns the average into a sum.
+        # DeepSpeed averages gradients over processes, but ours must be summed, including those within a ring. Scaling
+        # the loss by the number of processes turns the average into a sum.
         self.engine.backward(loss * self.averages, scale_wrt_gas=False)
 
     def optim_step(self, scale: float) -> float | None:

@@ -60,7 +60,7 @@ class OffloadedWeights:
         for tensor in tensors:
             host = torch.empty_like(tensor.data, device="cpu", pin_memory=device.type == "cuda")
             self.host.append((tensor, host.copy_(tensor.data)))
-            tensor.data = host  # one by one: only one copy of the model is in host memory
+            tensor.data = host  # one at a time, so that host memory never holds two copies of the model
 
     def load(self) -> None:
         for tensor, host in self.host:

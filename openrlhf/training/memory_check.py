@@ -95,7 +95,7 @@ def explain_memory(config: TrainingConfig, phase: Phase, machine: Machine | None
     """Turn an out-of-memory error inside the context into a DeviceMemoryError that names the phase and what helps."""
     try:
         yield
-    except (RuntimeError, ConfigError) as error:  # a ConfigError if the self-test of a model finds no memory
+    except (RuntimeError, ConfigError) as error:  # a ConfigError if a model's self-test runs out of memory
         if not is_out_of_memory(error) or getattr(error, "explained", False):
             raise
         raise memory_error(config, phase, machine, error) from error

@@ -114,7 +114,7 @@ class SFT(NeedsNoModel):
 
 @dataclass(frozen=True)
 class Distillation:
-    """Cross-entropy with the data, mixed with cross-entropy with a teacher's distribution at the same positions."""
+    """Weighted mean of two cross-entropies: against the data, and against a teacher's distribution."""
 
     flags: DistillationFlags
     teacher: Frozen

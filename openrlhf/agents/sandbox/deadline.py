@@ -62,7 +62,7 @@ class Deadline:
             self.timer = self.loop.call_later(self.seconds, self._check)
 
     def stop(self) -> None:
-        """Cancel the timer; `resume` can start it again."""
+        """Cancel the timer; after `pause`, `resume` starts it again."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

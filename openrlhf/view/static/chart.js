@@ -165,7 +165,7 @@ function isZoomed({ data: [steps], scales: { x } }) {
   return x.min > steps[0] || x.max < steps.at(-1);
 }
 
-/** Room above and below a curve, also around a constant one. */
+/** Room above and below a curve, even around a constant one. */
 function roomy(_, low, high) {
   if (low == null) return [0, 1];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
