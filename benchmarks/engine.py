@@ -231,18 +231,18 @@ class Report:
             f"{torch.get_num_threads()} threads\nresponses of {min(map(len, ours))} to {max(map(len, ours))} tokens, "
             f"{self.tokens} in all\n"
         )
-        print(f"{'':<28}{'seconds':>9}{'tokens/s':>10}{'beside ours':>13}{'equal responses':>17}")
+        print(f"{'':<28}{'seconds':>9}{'tokens/s':>10}{'time / ours':>13}{'equal responses':>17}")
 
     def add(self, name: str, generated: Generated, seconds: float) -> None:
         equal = sum(one == other for one, other in zip(generated, self.ours, strict=True))
         self.different += equal < len(self.ours)
-        speed, beside = self.tokens / seconds, seconds / self.seconds
-        print(f"{name:<28}{seconds:>9.2f}{speed:>10.0f}{beside:>12.2f}x{equal:>12}/{len(self.ours)}", flush=True)
+        speed, relative = self.tokens / seconds, seconds / self.seconds
+        print(f"{name:<28}{seconds:>9.2f}{speed:>10.0f}{relative:>12.2f}x{equal:>12}/{len(self.ours)}", flush=True)
 
     def add_step(self, length: int) -> None:
-        """Print the time of a step of our engine, if all responses have this length."""
+        """Print our engine's time per step; every response must have this length."""
         steps = -(-len(self.ours) // self.rows) * length
-        print(f"{1000 * self.seconds / steps:.1f} ms a step, with prefill")
+        print(f"{1000 * self.seconds / steps:.1f} ms a step, including prefill")
         if torch.cuda.is_available():
             print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 

@@ -86,13 +86,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each way")
     parser.add_argument("--folder", type=Path, help="folder for models and results (default: a temporary one)")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--driver", choices=list(WAYS), help=argparse.SUPPRESS)  # runs one way in this process
+    parser.add_argument("--driver", choices=list(WAYS), help=argparse.SUPPRESS)  # run this one of WAYS in this process
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="all further words: more training flags")
     return parser.parse_args()
 
 
 def drive(args: argparse.Namespace) -> None:
-    """Train one way in this process, and print its row of the table."""
+    """Run one of WAYS in this process, and print its row of the table."""
     if ROUNDS in args.driver:
         generate_in_rounds()
     run_dir = args.folder / args.driver.replace(" ", "_")

@@ -112,7 +112,7 @@ def make_trainer(task: Task, clock: Clock) -> trl.GRPOTrainer:
     )
     trainer.remove_callback(PrinterCallback)
     engine = trainer.vllm_generation
-    if task.tiny:  # vLLM's CPU build has no place to load weights to once it has packed them
+    if task.tiny:  # vLLM's CPU build cannot load weights once it has packed them
         engine.sync_weights = lambda: None
     if not workload.is_uniform:
         engine.llm.generate = with_lengths(engine.llm.generate, workload.lengths)
