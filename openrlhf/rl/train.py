@@ -96,7 +96,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
         few = f"only {counted(len(prompts), 'prompt')}, fewer than --rollout_batch_size"
         say(f"{few}: rollouts are smaller or repeat prompts")
     frozen, rollouts = config.policy.freezing_actor_steps, num_rollouts(config, len(order))
-    if frozen >= rollouts:
+    if frozen >= rollouts and not config.rollout.replay:  # a record may be longer
         say(f"the policy is never trained: --freezing_actor_steps {frozen} covers {counted(rollouts, 'rollout')}")
     warn_if_prompted_differently(config)
     check_reward_models(config)

@@ -82,6 +82,16 @@ def test_the_run_ends_with_a_shorter_record(train):
     assert [line["step"] for line in metrics if line["kind"] == "train"] == [1]
 
 
+@pytest.mark.slow(seconds=3)
+def test_a_policy_that_a_longer_record_trains_is_not_reported_as_frozen(train, models, capsys):
+    flags = {"advantage_estimator": "gae", "critic_pretrain": models()}
+    train("live", **flags)
+    train("replayed", replay="./live/run/rollouts", rollout_batch_size=8, freezing_actor_steps=1, **flags)
+    metrics = [json.loads(line) for line in Path("replayed/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert ["actor_lr" in line for line in metrics if line["kind"] == "train"] == [False, True]
+    assert "never trained" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["./nowhere", "."])
 def test_a_folder_without_rollouts_is_rejected(train, folder):
     with pytest.raises(ConfigError, match=r"--replay .* (no such folder|has no step_)"):
