@@ -26,7 +26,6 @@ from openrlhf.types import NOT_SAMPLED, Prompt, Trajectory
 
 GROUP_TOKENS = 2**20  # tokens of a row group
 REPEATED = ["prompt.text", "prompt.label", "prompt.datasource"]  # columns that are equal in many rows
-OPTIONAL = ("temperature_factors", "routed_experts", "episode")  # columns that may be null
 ARRAYS = {  # the arrays of a trajectory
     "input_ids": np.int32,
     "action_mask": np.bool_,
