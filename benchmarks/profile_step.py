@@ -13,13 +13,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peers.measurement import Task
 from peers.ours import run_workload
-from timeline import Span, picture, summary
-from torch.profiler import ProfilerActivity, profile
+from timeline import Span, kernel_profiler, picture, recorded_kernels, summary
 from workload_files import write_files
 from workloads import WORKLOADS, find_workload
 
@@ -31,9 +29,7 @@ class StepProfiler:
     """A sink that profiles the time between the logs of two steps."""
 
     def __init__(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-        self.profiler = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+        self.profiler = kernel_profiler()
         self.before = 0.0  # seconds of the step before the profiled one
         self.phases: list[Span] = []
 
@@ -55,16 +51,6 @@ class StepProfiler:
     def close(self) -> None:
         pass
 
-    def kernels(self) -> list[Span]:
-        """Return the kernels that ran on the GPU; without a GPU, the operators that ran on the CPU."""
-        results: Any = self.profiler.profiler.kineto_results
-        start = results.trace_start_ns()
-        return [
-            Span(event.name(), (event.start_ns() - start) / 1e9, (event.end_ns() - start) / 1e9)
-            for event in results.events()
-            if event.device_type() == self.device
-        ]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,7 +66,7 @@ def main() -> None:
         write_files(task.folder, workload, STEPS)
         torch.cuda.empty_cache()
         run_workload(task, [recorder])
-    kernels, seconds = recorder.kernels(), recorder.phases[-1].end
+    kernels, seconds = recorded_kernels(recorder.profiler), recorder.phases[-1].end
     print(f"\n{workload.name}: {seconds:.2f} s with the profiler, {recorder.before:.2f} s the step before\n")
     print(summary(kernels, recorder.phases))
     if args.picture:

@@ -1,6 +1,6 @@
 """The work of a GPU during a step: kernels by kind, idle gaps, and a picture of both.
 
-`profile_step.py` records the spans; everything here is arithmetic on them. Times are seconds from the start of a step.
+Times are seconds from the start of the recording.
 """
 
 import re
@@ -9,6 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 KINDS = {  # kind of work -> pattern of a kernel's name, tried in this order
     "copies": r"memcpy|memset",
@@ -35,6 +39,23 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+def kernel_profiler() -> profile:
+    """Return a profiler of the kernels on the GPU; without a GPU, of PyTorch's operators on the CPU."""
+    return profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU])
+
+
+def recorded_kernels(profiler: profile) -> list[Span]:
+    """Return the kernels or operators that ran while `kernel_profiler` recorded."""
+    device = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else torch.autograd.DeviceType.CPU
+    results: Any = profiler.profiler.kineto_results
+    start = results.trace_start_ns()
+    return [
+        Span(event.name(), (event.start_ns() - start) / 1e9, (event.end_ns() - start) / 1e9)
+        for event in results.events()
+        if event.device_type() == device
+    ]
 
 
 @cache
@@ -81,7 +102,7 @@ def summary(kernels: Sequence[Span], phases: Sequence[Span], count: int = 12) ->
     lines += ["", "| kernel | kind | seconds | share | calls |", "|---|---|---|---|---|"]
     for name, seconds, calls in longest(kernels, count):
         short = (name if len(name) <= 70 else name[:67] + "...").replace("|", "/")
-        lines.append(f"| `{short}` | {kind_of(name)} | {seconds:.2f} | {seconds / total:.1%} | {calls:,} |")
+        lines.append(f"| `{short}` | {kind_of(name)} | {seconds:.3f} | {seconds / total:.1%} | {calls:,} |")
     return "\n".join(lines)
 
 

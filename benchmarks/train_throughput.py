@@ -18,6 +18,7 @@ import time
 
 import numpy as np
 import torch
+from timeline import Span, kernel_profiler, recorded_kernels, summary
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
@@ -26,7 +27,7 @@ from openrlhf.models.attention import choose_attention
 from openrlhf.models.forward import Network
 from openrlhf.models.load import choose_dtype, recompute_activations
 from openrlhf.training.fsdp import FsdpBackend
-from openrlhf.training.local import LocalBackend, MasterBackend
+from openrlhf.training.local import CompilingBackend, LocalBackend, MasterBackend
 from openrlhf.training.objectives import SFT
 from openrlhf.training.processes import start_processes
 from openrlhf.types import Batch, TokenRow
@@ -103,7 +104,7 @@ def measure(backend: MasterBackend, batch: Batch, args: argparse.Namespace) -> l
         return float(loss)
 
     first = step()
-    decision = backend.compilation if isinstance(backend, LocalBackend) else None
+    decision = backend.compilation if isinstance(backend, CompilingBackend) else None
     backend.steps_left = MANY_STEPS
     while decision is not None and not decision.finished:
         step()
@@ -121,6 +122,17 @@ def measure(backend: MasterBackend, batch: Batch, args: argparse.Namespace) -> l
         times.append((time.perf_counter() - start) / args.steps)
     print(f"loss {first:.3f} -> {last:.3f} on one repeated batch")
     return times
+
+
+def profile_step(backend: MasterBackend, batch: Batch, count: int) -> str:
+    """Return a table of the longest kernels of one step."""
+    with kernel_profiler() as profiler:
+        began = time.perf_counter()
+        backend.forward_backward([batch], SFT())
+        backend.optim_step(1.0)
+        finish(backend.device)
+        seconds = time.perf_counter() - began
+    return summary(recorded_kernels(profiler), [Span("step", 0.0, seconds)], count)
 
 
 def add_shape(parser: argparse.ArgumentParser, *, tokens: int, steps: int) -> None:
@@ -147,6 +159,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--adam_offload", action="store_true")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="profile a step and list its N longest kernels"
+    )
     parser.add_argument("--backend", choices=("local", "fsdp"), default="local")
     args = parser.parse_args()
     args.compile = COMPILE[args.compile]
@@ -167,13 +182,14 @@ def main() -> None:
         sharding = ShardingFlags(adam_offload=args.adam_offload, deepcompile=bool(args.compile))
         backend = FsdpBackend(network, OptimizerFlags(), sharding, start_processes(device), learning_rate=1e-5)
     else:
-        backend = LocalBackend(
+        automatic = args.compile is None
+        backend = (CompilingBackend if automatic else LocalBackend)(
             network,
             OptimizerFlags(),
             device,
             learning_rate=1e-5,
             adam_offload=args.adam_offload,
-            compile_layers=args.compile,
+            compile_layers=bool(args.compile),
         )
     batch = make_batch(args)
     times = measure(backend, batch, args)
@@ -192,6 +208,8 @@ def main() -> None:
         held = sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor.is_cuda)
         most = torch.cuda.max_memory_allocated()
         print(f"peak {most / GIB:.1f} GiB, {(most - held) / GIB:.1f} GiB over weights and optimizer")
+    if args.kernels:
+        print(profile_step(backend, batch, args.kernels))
 
 
 if __name__ == "__main__":

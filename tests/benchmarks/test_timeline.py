@@ -39,7 +39,7 @@ def test_calls_of_a_kernel_are_added():
 def test_the_summary_says_how_busy_each_phase_is():
     lines = summary(KERNELS, PHASES).splitlines()
     assert lines[2:4] == ["| generation | 1.00 | 50% | 1 | 500.0 |", "| training | 2.00 | 62% | 2 | 500.0 |"]
-    assert lines[7] == "| `nvjet_gemm` | matrix products | 1.75 | 77.8% | 2 |"
+    assert lines[7] == "| `nvjet_gemm` | matrix products | 1.750 | 77.8% | 2 |"
 
 
 def test_shares_add_up_to_the_seconds_of_the_kernels():
