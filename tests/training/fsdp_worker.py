@@ -69,6 +69,8 @@ class Worker:
     def mine(self, step: int, *, packed: bool = False) -> Sequence[Batch]:
         """Return this rank's share: of four ranks, three have one micro-batch each and the last one a filler."""
         batches = step_batches(step, packed=packed)
+        if self.ranks == 1:
+            return batches
         if self.ranks == 2:
             return of_rank(batches, self.rank)
         return [batches[self.rank]] if self.rank < 3 else [replace(batches[0], filler=True)]
@@ -270,6 +272,15 @@ class Worker:
             self.keep_weights(backend, f"resumed-{kind}")
         return results
 
+    def resume_alone(self) -> dict[str, Any]:
+        """Continue a run that four processes saved, after a forward pass with other weights."""
+        backend = self.build()
+        backend.forward(self.mine(0)[0], LogProbs)
+        backend.load(self.folder / "checkpoint-full")
+        results = train(backend, [self.mine(step) for step in (1, 2)], first=1)
+        self.keep_weights(backend, "resumed-alone")
+        return results | {"steps": backend.steps_taken()}
+
     def refused(self) -> list[str]:
         """Return the errors of loading a checkpoint that is missing, or of another model."""
         messages = []
@@ -285,17 +296,22 @@ def main() -> None:
     folder = Path(sys.argv[1])
     start_processes(CPU)
     worker = Worker(folder)
-    parts = [worker.matrix, worker.shards, worker.divided]
+    parts = [worker.matrix]
+    if worker.ranks == 1:
+        parts += [worker.resume_alone]
+    else:
+        parts += [worker.shards, worker.divided]
     if worker.ranks == 4:
         parts += [worker.save]
-    else:
+    if worker.ranks == 2:
         parts += [worker.variants, worker.compiled, worker.deferred, worker.uneven_chunks, worker.uneven_rounds]
         parts += [worker.half, worker.half_lora, worker.loss_scale, worker.moved]
         parts += [worker.frozen, worker.forgotten, worker.ring, worker.resume, worker.refused]
     results = {part.__name__: part() for part in parts}
-    results["split"] = train_cases(worker)
-    results["average"] = average_cases(worker)
-    results["omitted"] = omitted_case(worker)
+    if worker.ranks > 1:
+        results["split"] = train_cases(worker)
+        results["average"] = average_cases(worker)
+        results["omitted"] = omitted_case(worker)
     if worker.ranks == 2:
         results["split_resumed"] = resume_cases(worker)
     (folder / f"results-{worker.ranks}-{worker.rank}.json").write_text(json.dumps(results))

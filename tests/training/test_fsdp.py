@@ -40,12 +40,12 @@ pytestmark = pytest.mark.slow(seconds=2)
 CPU = torch.device("cpu")
 WORKER = "tests.training.fsdp_worker"
 EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss"]
-MATRIX = [(ranks, packed, lora) for ranks in (2, 4) for packed in (False, True) for lora in (False, True)]
+MATRIX = [(ranks, packed, lora) for ranks in (1, 2, 4) for packed in (False, True) for lora in (False, True)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models and the results of both launches."""
+    """A folder with the models and the results of all launches."""
     root = tmp_path_factory.mktemp("fsdp")
     make_model(root / "llama")
     make_model(root / "tied", tie_word_embeddings=True)
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "teacher", seed=3)
     make_model(root / "qwen3", "qwen3")
     make_model(root / "many_heads", num_key_value_heads=4)
-    for ranks in (4, 2):  # the second launch resumes from the checkpoints of the first
+    for ranks in (4, 2, 1):  # the others resume from the checkpoints of the first launch
         run_processes([*torchrun(ranks), "-m", WORKER, str(root)])
     return root
 
@@ -65,7 +65,7 @@ def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """The results of each rank, by the number of ranks."""
     return {
         ranks: [json.loads((folder / f"results-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
-        for ranks in (2, 4)
+        for ranks in (1, 2, 4)
     }
 
 
@@ -107,7 +107,7 @@ def assert_same_weights(path: Path, backend: LocalBackend) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "packed", "lora"), MATRIX)
-def test_several_ranks_train_like_one_process(
+def test_ranks_train_like_the_local_backend(
     ranks: int, packed: bool, lora: bool, folder: Path, results: dict[int, Any], local: Local
 ) -> None:
     name = f"{ranks}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
@@ -262,6 +262,14 @@ def test_two_ranks_resume_what_four_have_saved(kind: str, folder: Path, results:
     assert [one.pop("steps") for one in resumed] == [3, 3]
     assert_same_training(resumed, {key: values[1:] for key, values in expected.items()})
     assert_same_weights(folder / f"resumed-{kind}.safetensors", backend)
+
+
+def test_one_rank_resumes_what_four_have_saved(folder: Path, results: dict[int, Any], local: Local) -> None:
+    backend, expected = local()
+    resumed = results[1][0]["resume_alone"]
+    assert resumed.pop("steps") == 3
+    assert_same_training([resumed], {key: values[1:] for key, values in expected.items()})
+    assert_same_weights(folder / "resumed-alone.safetensors", backend)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
