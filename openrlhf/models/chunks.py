@@ -9,10 +9,14 @@ The projection to the vocabulary is recomputed in the backward pass, so both pas
 to gather its weights, reduce its output or apply its adapter. The backward pass of log-probs is written by hand, which
 takes less memory and time than autograd: for a plain linear head, the most common case, including the head
 (`LinearLogProbs`), and otherwise from the logits on (`TargetLogProbs`). If such a head is frozen, as it is under LoRA,
-nothing has to be recomputed (`FrozenLinearLogProbs`).
+nothing has to be recomputed (`FrozenLinearLogProbs`). All three read the logits through `LogitPasses`, which can be
+compiled.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +36,54 @@ ChunkFunction = Callable[..., tuple[Tensor, ...]]
 CHUNK = 1024  # tokens; with a vocabulary of 150k, a chunk of fp32 logits takes 0.6 GB
 
 
+def divided(logits: Tensor, temperature: Temperature) -> Tensor:
+    """Divide logits [tokens, vocabulary] by the temperature in fp32.
+
+    If the temperature is 1, the logits are returned unchanged: the softmax converts them to fp32.
+    """
+    if isinstance(temperature, Tensor):
+        return logits.float() / temperature[:, None]
+    return logits if temperature == 1.0 else logits.float() / temperature
+
+
+def target_log_probs(logits: Tensor, targets: Tensor, temperature: Temperature) -> Tensor:
+    """Return log_softmax(logits / temperature) at the targets, [tokens], in fp32."""
+    log_probs = divided(logits, temperature).log_softmax(-1, dtype=torch.float32)  # [tokens, vocabulary]
+    return log_probs.gather(-1, targets[:, None]).squeeze(-1)
+
+
+def minus_one_hot(logits: Tensor, targets: Tensor, log_probs: Tensor, temperature: Temperature) -> Tensor:
+    """Return softmax(logits / temperature) - one-hot(targets) [tokens, vocabulary], the gradient of -log p(target).
+
+    `log_probs` [tokens] are those of the targets: p - 1 is accurate as expm1 even if p is close to 1.
+    """
+    at_target = torch.expm1(log_probs)[:, None].to(logits.dtype)
+    return divided(logits, temperature).softmax(-1).to(logits.dtype).scatter_(-1, targets[:, None], at_target)
+
+
+@dataclass(frozen=True)
+class LogitPasses:
+    """The two functions that read all logits [tokens, vocabulary] of a chunk.
+
+    PyTorch's own kernels write a copy of bf16 logits in fp32, and their log-softmax; compiled functions keep both in
+    registers, which makes the log-probs of a large vocabulary several times faster.
+    """
+
+    log_probs: Callable[[Tensor, Tensor, Temperature], Tensor] = target_log_probs
+    off: Callable[[Tensor, Tensor, Tensor, Temperature], Tensor] = minus_one_hot
+
+    @classmethod
+    def compiled(cls, backend: str) -> LogitPasses:
+        """Compile both when they are first called, for any number of tokens."""
+        return cls(
+            torch.compile(target_log_probs, dynamic=True, backend=backend),
+            torch.compile(minus_one_hot, dynamic=True, backend=backend),
+        )
+
+
+PLAIN = LogitPasses()
+
+
 def in_chunks(function: ChunkFunction, *per_token: Tensor, chunk: int = CHUNK) -> tuple[Tensor, ...]:
     """Apply `function` to chunks of its arguments and concatenate the results; recompute them in the backward pass."""
     pieces = zip(*(tensor.split(chunk) for tensor in per_token), strict=True)
@@ -43,7 +95,13 @@ def in_chunks(function: ChunkFunction, *per_token: Tensor, chunk: int = CHUNK) -
 
 
 def token_log_probs(
-    hidden: Tensor, targets: Tensor, head: Head, *, temperature: Temperature = 1.0, chunk: int = CHUNK
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    temperature: Temperature = 1.0,
+    chunk: int = CHUNK,
+    passes: LogitPasses = PLAIN,
 ) -> Tensor:
     """Return log p(target) [tokens] from hidden states [tokens, hidden], always in fp32.
 
@@ -54,10 +112,10 @@ def token_log_probs(
         weight, factor = linear
         frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
         method = FrozenLinearLogProbs if frozen else LinearLogProbs
-        return method.apply(hidden, weight, targets, temperature / factor, chunk)
+        return method.apply(hidden, weight, targets, temperature / factor, chunk, passes)
 
     def part(hidden: Tensor, targets: Tensor, own: Temperature = temperature) -> tuple[Tensor]:
-        return (TargetLogProbs.apply(head(hidden), targets, own),)
+        return (TargetLogProbs.apply(head(hidden), targets, own, passes),)
 
     temperatures = (temperature,) if isinstance(temperature, Tensor) else ()
     return in_chunks(part, hidden, targets, *temperatures, chunk=chunk)[0]
@@ -92,16 +150,6 @@ def distillation_terms(
     return log_probs, cross
 
 
-def divided(logits: Tensor, temperature: Temperature, part: slice = slice(None)) -> Tensor:
-    """Divide logits [tokens, vocabulary] by the temperature in fp32; `part` selects temperatures given per token.
-
-    If the temperature is 1, the logits are returned unchanged: the softmax converts them to fp32.
-    """
-    if isinstance(temperature, Tensor):
-        return logits.float() / temperature[part, None]
-    return logits if temperature == 1.0 else logits.float() / temperature
-
-
 def plain_linear(head: Head) -> tuple[Tensor, float] | None:
     """Return (weight, factor) of a head that is a matrix product times a factor; None if the head must be called.
 
@@ -114,38 +162,28 @@ def plain_linear(head: Head) -> tuple[Tensor, float] | None:
     return (module.weight, factor) if module.bias is None and not hasattr(module.weight, "ds_id") else None
 
 
+def part_of(temperature: Temperature, part: slice) -> Temperature:
+    """Return the temperatures of a chunk of tokens."""
+    return temperature[part] if isinstance(temperature, Tensor) else temperature
+
+
 class TargetLogProbs(torch.autograd.Function):
     """log_softmax(logits / temperature) at the targets, in fp32, for logits [tokens, vocabulary]."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: AutogradContext, logits: Tensor, targets: Tensor, temperature: Temperature
+        ctx: AutogradContext, logits: Tensor, targets: Tensor, temperature: Temperature, passes: LogitPasses
     ) -> Tensor:
-        log_probs = target_log_probs(divided(logits, temperature), targets)
+        log_probs = passes.log_probs(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, log_probs)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.passes = temperature, passes
         return log_probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        logits, targets, log_probs = ctx.saved_tensors
-        off = minus_one_hot(divided(logits, ctx.temperature), targets, log_probs, logits.dtype)
-        return off.mul_((-gradient / ctx.temperature)[:, None]), None, None
-
-
-def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return log_softmax(logits) at the targets, [tokens], in fp32."""
-    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets[:, None]).squeeze(-1)
-
-
-def minus_one_hot(logits: Tensor, targets: Tensor, log_probs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return softmax(logits) - one-hot(targets) [tokens, vocabulary], the gradient of -log p(target).
-
-    `log_probs` [tokens] are those of the targets: p - 1 is accurate as expm1 even if p is close to 1.
-    """
-    at_target = torch.expm1(log_probs)[:, None].to(dtype)
-    return logits.softmax(-1).to(dtype).scatter_(-1, targets[:, None], at_target)
+        off = ctx.passes.off(*ctx.saved_tensors, ctx.temperature)
+        return off.mul_((-gradient / ctx.temperature)[:, None]), None, None, None
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -156,15 +194,21 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: AutogradContext, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Temperature, chunk: int
+        ctx: AutogradContext,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Temperature,
+        chunk: int,
+        passes: LogitPasses,
     ) -> Tensor:
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         for place in range(0, len(targets), chunk):
             part = slice(place, place + chunk)
-            logits = divided(hidden[part] @ weight.T, temperature, part)  # [chunk, vocabulary]
-            log_probs[part] = target_log_probs(logits, targets[part])
+            logits = hidden[part] @ weight.T  # [chunk, vocabulary]
+            log_probs[part] = passes.log_probs(logits, targets[part], part_of(temperature, part))
         ctx.save_for_backward(hidden, weight, targets, log_probs)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.passes = temperature, chunk, passes
         return log_probs
 
     @staticmethod
@@ -182,13 +226,13 @@ class LinearLogProbs(torch.autograd.Function):
         factor = (-gradient / ctx.temperature)[:, None]  # [tokens, 1]
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)
-            logits = divided(hidden[part] @ weight.T, ctx.temperature, part)  # [chunk, vocabulary]
-            off = minus_one_hot(logits, targets[part], log_probs[part], weight.dtype)  # [chunk, vocabulary]
+            logits = hidden[part] @ weight.T  # [chunk, vocabulary]
+            off = ctx.passes.off(logits, targets[part], log_probs[part], part_of(ctx.temperature, part))
             if to_hidden is not None:
                 to_hidden[part] = (off @ weight) * factor[part]
             if to_weight is not None:
                 to_weight.addmm_(off.T, (hidden[part] * factor[part]).to(hidden.dtype))
-        return to_hidden, to_weight, None, None, None
+        return to_hidden, to_weight, None, None, None, None
 
 
 class FrozenLinearLogProbs(torch.autograd.Function):
@@ -200,15 +244,21 @@ class FrozenLinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: AutogradContext, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Temperature, chunk: int
+        ctx: AutogradContext,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Temperature,
+        chunk: int,
+        passes: LogitPasses,
     ) -> Tensor:
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         slopes = torch.empty_like(hidden)  # [tokens, hidden]: of -log p(target) x temperature
         for place in range(0, len(targets), chunk):
             part = slice(place, place + chunk)
-            logits = divided(hidden[part] @ weight.T, temperature, part)  # [chunk, vocabulary]
-            log_probs[part] = target_log_probs(logits, targets[part])
-            slopes[part] = minus_one_hot(logits, targets[part], log_probs[part], weight.dtype) @ weight
+            logits, own = hidden[part] @ weight.T, part_of(temperature, part)  # [chunk, vocabulary]
+            log_probs[part] = passes.log_probs(logits, targets[part], own)
+            slopes[part] = passes.off(logits, targets[part], log_probs[part], own) @ weight
         ctx.save_for_backward(slopes)
         ctx.temperature = temperature
         return log_probs
@@ -218,4 +268,4 @@ class FrozenLinearLogProbs(torch.autograd.Function):
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (slopes,) = ctx.saved_tensors
         to_hidden = slopes * (-gradient / ctx.temperature)[:, None]
-        return to_hidden.to(slopes.dtype), None, None, None, None
+        return to_hidden.to(slopes.dtype), None, None, None, None, None

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from openrlhf.algo.expert_balance import router_loads
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED
-from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
+from openrlhf.models.chunks import PLAIN, Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
 from openrlhf.models.inputs import (
     Arguments,
@@ -132,6 +132,7 @@ class Network(nn.Module):
         self.shares_prefixes = False  # compute prefixes that sequences have in common once; set by the self-test
         self.ring: Ring | None = None  # set by the backend if several processes share each packed row
         self.routed: RoutedLayers | None = None  # set for a policy that uses the experts chosen by the engine
+        self.logit_passes = PLAIN  # compiled with the layers (`training/compilation.py`)
         self.computes_in: torch.dtype | None = None  # set by a backend that keeps weights in another precision
 
     @property
@@ -330,7 +331,7 @@ class Network(nn.Module):
             taught = teacher.hidden[held]  # [targets here, hidden of the teacher]
             log_probs, cross = distillation_terms(hidden, taught, targets, head, teacher.head)
             return {"log_probs": log_probs, "cross": cross}
-        return {"log_probs": token_log_probs(hidden, targets, head, temperature=temperature)}
+        return {"log_probs": token_log_probs(hidden, targets, head, temperature=temperature, passes=self.logit_passes)}
 
     def _own(self, batch: Batch, *, scores: bool) -> dict[str, Tensor]:
         """Return scores [sequences] or log-probs [rows, tokens] from the model's own forward, one sequence per call."""

@@ -1,4 +1,4 @@
-"""Compiled decoder layers: for the whole run (--deepcompile true), or as soon as it is clear that they pay off.
+"""Compiled layers and logits: for the whole run (--deepcompile true), or as soon as it is clear that they pay off.
 
 Compiling takes half a minute and makes each step about a fifth shorter, so a short run is faster without it. By
 default, `AutomaticCompilation` times the first optimizer steps on a GPU:
@@ -20,6 +20,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from openrlhf.errors import OpenRLHFError, first_line
+from openrlhf.models.chunks import PLAIN, LogitPasses
 from openrlhf.models.forward import Network
 from openrlhf.monitor import say
 
@@ -30,16 +31,18 @@ SAVED = 0.15  # expected share of a step's time; 0.19 was measured for 1.5B para
 COST = 30.0  # expected seconds of compilation, of the training and the scoring graph
 
 
-def compile_decoder_layers(network: Network) -> None:
-    """Compile each decoder layer; the layers do most of the work and share one compiled graph."""
+def compile_network(network: Network) -> None:
+    """Compile each decoder layer, which share one graph, and the passes over the logits; they do most of the work."""
     for layer in decoder_layers(network):
         layer.compile(dynamic=True, backend=COMPILER)
+    network.logit_passes = LogitPasses.compiled(COMPILER)
 
 
-def uncompile_decoder_layers(network: Network) -> None:
-    """Undo `compile_decoder_layers`."""
+def uncompile_network(network: Network) -> None:
+    """Undo `compile_network`."""
     for layer in decoder_layers(network):
         layer._compiled_call_impl = None  # undoes `Module.compile`, which has no inverse
+    network.logit_passes = PLAIN
 
 
 def decoder_layers(network: Network) -> list[nn.Module]:
@@ -102,7 +105,7 @@ class AutomaticCompilation:
                 f"compiling the decoder layers, because {steps_left} steps of {seconds:.3g} s remain; "
                 "--deepcompile false prevents it"
             )
-            compile_decoder_layers(self.network)
+            compile_network(self.network)
             self.is_compiled, self.seen = True, 0
 
     def _judge(self) -> None:
@@ -116,7 +119,7 @@ class AutomaticCompilation:
             self._give_up(f"they train {speeds}")
 
     def _give_up(self, reason: str) -> None:
-        uncompile_decoder_layers(self.network)
+        uncompile_network(self.network)
         self.is_compiled, self.finished = False, True
         say(f"the decoder layers are no longer compiled: {reason}")
 

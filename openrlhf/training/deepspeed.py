@@ -31,7 +31,7 @@ from openrlhf.models.self_test import choose_layout
 from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Frozen, WeightPart
-from openrlhf.training.compilation import compile_decoder_layers
+from openrlhf.training.compilation import compile_network
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.manifest import checkpoints_above, must_be_private
@@ -119,7 +119,7 @@ class DeepSpeedBackend(DistributedBackend):
         self.engine.enable_backward_allreduce = not self.clips_here
         choose_layout(network, self.forward, lambda excess: float(largest(excess, device)))
         if sharding.deepcompile:  # not with DeepSpeed's own compiler, which expects fixed shapes
-            compile_decoder_layers(network)
+            compile_network(network)
         self.engine.train()
         self.audit = Audit(trainable(network), shards.master_shard, lambda found: largest(found, device))
 

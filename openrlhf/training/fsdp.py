@@ -24,7 +24,7 @@ from openrlhf.models.self_test import choose_layout
 from openrlhf.training import fsdp_shards as shards
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Frozen, WeightPart
-from openrlhf.training.compilation import compile_decoder_layers
+from openrlhf.training.compilation import compile_network
 from openrlhf.training.distributed import DistributedBackend, largest
 from openrlhf.training.fsdp_checkpoint import Block, load_shards, save_shards
 from openrlhf.training.fsdp_optim import ShardOptimizer
@@ -89,7 +89,7 @@ class FsdpBackend(DistributedBackend, MasterBackend):
         self.loss_scale = LossScale() if network.dtype == torch.float16 else None
         self.audit = Audit(self.optimizer.named, lambda master: master, lambda found: largest(found, device))
         if sharding.deepcompile:
-            compile_decoder_layers(network)
+            compile_network(network)
         self.module.train()
 
     def optim_step(self, scale: float) -> float | None:

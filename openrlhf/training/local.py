@@ -25,7 +25,7 @@ from openrlhf.models.forward import Network, Requested
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import B, Frozen, Objective, StepLosses, TrainBackend
-from openrlhf.training.compilation import AutomaticCompilation, compile_decoder_layers
+from openrlhf.training.compilation import AutomaticCompilation, compile_network
 from openrlhf.training.optim import LossScale, MasterOptimizer
 from openrlhf.types import Batch
 
@@ -130,7 +130,7 @@ class LocalBackend(MasterBackend):
         masters = {id(parameter): self.optimizer.masters[name] for name, parameter in self.optimizer.named}
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
-            compile_decoder_layers(network)
+            compile_network(network)
 
     def save(self, folder: Path) -> None:
         save_file(self.state(), folder / OPTIMIZER_FILE)

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from openrlhf.algo.token_loss import kd_terms
 from openrlhf.models.chunks import (
+    LogitPasses,
     distillation_terms,
     plain_linear,
     token_log_probs,
@@ -64,6 +65,22 @@ def test_chunked_log_probs_equal_full_ones(kind, bias, temperature):
     got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
     expected = full_log_probs(head(case.hidden) / temperature, case.targets)
     assert_close(case.backward(got), case.backward(expected))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.5, 1.5, TOKENS)], ids=["1", "0.7", "per token"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "a callable"])
+def test_log_probs_are_the_same_with_compiled_passes(kind, frozen, temperature):
+    compiled = LogitPasses.compiled("aot_eager_decomp_partition")  # Inductor's decompositions, without its C++
+    results = []
+    for passes in ({}, {"passes": compiled}):
+        case = Case()
+        case.head.requires_grad_(not frozen)
+        head = HEADS[kind](case.head)
+        got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK, **passes)
+        (got * case.weights).sum().backward()
+        results.append([got, case.hidden.grad, *([] if frozen else [case.head.weight.grad])])
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
