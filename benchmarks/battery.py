@@ -63,7 +63,7 @@ TRY = "--tiny --steps 2"
 
 BENCHMARKS = {
     # Training, without vLLM
-    "sft": Benchmark(SFT, "--compile", SFT_TINY, show=SFT_LINES),
+    "sft": Benchmark(SFT, "--compile --kernels 12", SFT_TINY, show=rf"{SFT_LINES}|^\|"),
     "sft_auto": Benchmark(SFT, "--compile auto", f"--compile auto {SFT_TINY}", show=SFT_LINES),
     "sft_fsdp": Benchmark(SFT, "--compile --backend fsdp", f"--backend fsdp {SFT_TINY}", show=SFT_LINES),
     "adam_offload": Benchmark("adam_offload.py", "", SFT_TINY, show="."),
