@@ -100,14 +100,7 @@ def shard_network(
         if tensor_parallel is not None and module is not root:
             tensor_parallel.split(module)
             mesh = tensor_parallel.grid["data"]  # peers hold different parts, each of which other processes also hold
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=module is not root and mesh.size() > 1,  # a group of one would gather it twice
-            mp_policy=precision,
-            offload_policy=host,
-            ignored_params=kept,
-        )
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=host, ignored_params=kept)
     files.must_be_used_up()
     for group in groups_of(root):
         # Losses are divided by totals over all ranks, so gradients are added up, not averaged.
@@ -136,7 +129,7 @@ def groups_of(root: Root) -> list[FSDPModule]:
 
 def run_sharded(root: Root) -> Run:
     """Return the callable through which objectives run a sharded network."""
-    call, groups = root.run_by(root), groups_of(root)
+    call = root.run_by(root)
 
     def run(
         batch: Batch, kind: type[Requested], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
@@ -147,9 +140,8 @@ def run_sharded(root: Root) -> Run:
             if hasattr(root, "reset_iter_state"):  # since torch 2.13; the self-test tries another layout after an error
                 root.reset_iter_state()
             raise
-        if not torch.is_grad_enabled():  # otherwise done by the backward pass
-            for group in groups:
-                group.reshard()
+        if not torch.is_grad_enabled():
+            root.reshard()  # otherwise done by the backward pass
         return outputs
 
     return run
