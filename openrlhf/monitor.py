@@ -104,7 +104,14 @@ class Progress(AbstractContextManager["Progress"]):
             pause = 1.0 if notebook else 0.1  # seconds between updates
             delay = BRIEF_DELAY if brief else 0.0
             self.bar = tqdm(
-                total=total, initial=done, desc=name, unit=unit, leave=not brief, mininterval=pause, delay=delay
+                total=total,
+                initial=done,
+                desc=name,
+                unit=unit,
+                leave=not brief,
+                mininterval=pause,
+                miniters=0,  # also redraw if only the values next to the progress have changed
+                delay=delay,
             )
             Progress.open_bars += 1
 

@@ -220,6 +220,15 @@ def test_the_bar_shows_the_same_time_left_as_the_lines(monkeypatch, clock):
     assert "<01:20, " in terminal.getvalue()
 
 
+def test_a_bar_shows_new_values_between_counted_units(monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    with Progress("generate", total=64, unit="response") as progress:
+        for count, tokens in ((0, 1), (32, 60), (0, 61)):
+            progress.bar.last_print_t -= 100  # as if the last update were that old
+            progress.show({"tokens": tokens}, count=count)
+            assert f"tokens={tokens}]" in terminal.getvalue()
+
+
 def test_without_a_counted_unit_a_line_shows_no_rate(clock, capsys):
     with Progress("generate", total=8, unit="response", brief=True) as progress:
         clock[0] += 20.0

@@ -95,7 +95,7 @@ class AdaptiveKL:
     def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
         """Return the controller after a rollout of `num_samples` samples with mean KL `kl`."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        factor = max(1 + error * num_samples / self.horizon, 0.2)  # more than five horizons could make it negative
+        factor = max(1 + error * num_samples / self.horizon, 0.2)  # five horizons could make it zero
         return replace(self, coef=self.coef * factor)
 
 
