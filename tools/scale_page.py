@@ -94,17 +94,21 @@ class Measurement:
     """A figure of docs/performance.md and the command line that has the same sizes."""
 
     what: str
-    measured: float  # GiB, or GB of host memory
+    measured: float  # GiB
     command: str
     phase: str = estimate.TRAINING
-    counts: str = "allocated"  # what was measured: allocated, above states, all (nvidia-smi), or host
+    counts: str = (
+        "allocated"  # what was measured: allocated, above states, all (nvidia-smi), host, or asleep on the host
+    )
 
     def planned(self) -> float:
-        """Return the planned figure in the unit of the measured one."""
+        """Return the planned GiB."""
         found = plan(self.command, Machine(parse_gpus("H200")[1])).phase(self.phase)
         assert found is not None
-        if self.counts == "host":  # the pinned tensors without PyTorch's rounding, and the process itself
-            return total(term for term in found.host if term.kind in ("asleep", "processes")) / 1e9
+        if self.counts == "host":
+            return total(found.host) / GIB
+        if self.counts == "asleep":  # the pinned tensors without PyTorch's rounding, and the process itself
+            return total(term for term in found.host if term.kind in ("asleep", "processes")) / GIB
         by_pytorch = [term for term in found.device if term.kind not in ("allocator reserve", "CUDA context")]
         if self.counts == "above states":
             by_pytorch = [term for term in by_pytorch if term.kind not in STATES]
@@ -123,13 +127,28 @@ PPO = (
     f"{HYBRID} --pretrain Qwen/Qwen2.5-1.5B --vllm_gpu_memory_utilization 0.6 --enforce_eager --use_dynamic_batch "
     "--train_max_tokens_per_gpu 8192 --max_len 384 --max_new_tokens 256"
 )
-GRPO_7B = (
+ASLEEP_7B = (
     f"{HYBRID} --pretrain Qwen/Qwen2.5-7B --advantage_estimator group_norm --init_kl_coef 0 --max_len 640 "
-    "--max_new_tokens 512"
+    "--max_new_tokens 512 --gradient_checkpointing"
 )
+GRPO = (
+    "train_ppo --advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 1 --use_dynamic_batch "
+    "--max_len 640 --max_new_tokens 512"
+)
+W1 = (
+    f"{GRPO} --pretrain Qwen/Qwen2.5-1.5B --vllm_engines_per_gpu 2 --vllm_gpu_memory_utilization 0.35 "
+    "--rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 512 --train_max_tokens_per_gpu 16640 "
+    "--deepcompile"
+)
+GRPO_7B = (
+    f"{GRPO} --pretrain Qwen/Qwen2.5-7B --vllm_engines_per_gpu 1 --vllm_gpu_memory_utilization 0.2 "
+    "--rollout_batch_size 32 --n_samples_per_prompt 4 --train_batch_size 128 --train_max_tokens_per_gpu 4160"
+)
+LORA_7B = f"{GRPO_7B} --lora_rank 32 --deepcompile"
+FULL_7B = f"{GRPO_7B} --gradient_checkpointing --deepcompile false --vllm_enable_sleep --disable_ds_ckpt"
 MEASURED = (
     Measurement("SFT 1.5B, 16,384 tokens: above weights and optimizer", 46.5, WHOLE, counts="above states"),
-    Measurement("the same, compiled", 33.5, f"{WHOLE} --deepcompile", counts="above states"),
+    Measurement("the same, compiled", 33.0, f"{WHOLE} --deepcompile", counts="above states"),
     Measurement("the same, gradient checkpointing", 7.5, f"{WHOLE} --gradient_checkpointing", counts="above states"),
     Measurement("SFT 1.5B, 2 micro-batches of 8,192 tokens", 49.7, HALVES),
     Measurement("the same, `--adam_offload`", 26.6, f"{HALVES} --adam_offload"),
@@ -141,44 +160,39 @@ MEASURED = (
     Measurement("hybrid PPO 1.5B: experience", 26.5, PPO, estimate.EXPERIENCE, "all"),
     Measurement("hybrid PPO 1.5B: training", 62.0, PPO, estimate.TRAINING, "all"),
     Measurement("hybrid PPO 1.5B: weight sync", 30.0, PPO, estimate.SYNC, "all"),
-    Measurement("GRPO 7B with LoRA: generation", 131.0, f"{GRPO_7B} --lora_rank 32", estimate.GENERATION, "all"),
-    Measurement(
-        "GRPO 7B: host memory of the sleeping policy",
-        113.0,
-        f"{GRPO_7B} --gradient_checkpointing",
-        estimate.GENERATION,
-        "host",
-    ),
+    Measurement("W1, GRPO 1.5B: training", 106.2, W1, estimate.TRAINING, "all"),
+    Measurement("GRPO 7B, LoRA: training", 58.5, LORA_7B, estimate.TRAINING, "all"),
+    Measurement("GRPO 7B, all parameters: training", 138.7, FULL_7B, estimate.TRAINING, "all"),
+    Measurement("GRPO 7B, LoRA: host memory", 15.9, LORA_7B, estimate.LOADING, "host"),
+    Measurement("GRPO 7B, all parameters: host memory", 19.3, FULL_7B, estimate.LOADING, "host"),
+    Measurement("GRPO 7B, asleep: host memory", 105.2, ASLEEP_7B, estimate.GENERATION, "asleep"),
 )
 TIMES = {  # phase -> measured seconds, of runs in docs/performance.md
     "hybrid PPO 1.5B": (
         PPO,
         {"generation": "5.7 to 7.9", "experience": "2.8", "training": "4.1 to 4.3", "sync": "1.6"},
     ),
-    "W1: GRPO 1.5B, 512 samples of 640 tokens": (
-        "train_ppo --pretrain Qwen/Qwen2.5-1.5B --advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 1 "
-        "--vllm_gpu_memory_utilization 0.35 --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 512 "
-        "--use_dynamic_batch --train_max_tokens_per_gpu 16640 --max_len 640 --max_new_tokens 512 --deepcompile",
-        {"generation": "7.0 to 10.5", "training": "7.1 to 7.4"},
-    ),
-    "GRPO 7B with LoRA": (f"{GRPO_7B} --lora_rank 32", {"generation": "12", "training": "12.5"}),
+    "W1, GRPO 1.5B": (W1, {"generation": "5.0", "training": "6.1"}),
+    "GRPO 7B, LoRA": (LORA_7B, {"generation": "3.6", "training": "6.4"}),
+    "GRPO 7B, all parameters": (FULL_7B, {"generation": "3.6", "training": "9.7"}),
     "SFT 1.5B": (WHOLE, {"training": "0.45"}),
+    "SFT 1.5B, compiled": (f"{WHOLE} --deepcompile", {"training": "0.34"}),
     "SFT 1.5B, `--adam_offload`": (f"{HALVES} --adam_offload", {"training": "4.5"}),
 }
 
 
 def measured_rows() -> Iterator[str]:
     for case in MEASURED:
-        planned, unit = case.planned(), "GB" if case.counts == "host" else "GiB"
-        off = 100 * (planned / case.measured - 1)
-        yield f"| {case.what} | {case.measured:.1f} {unit} | {planned:.1f} {unit} | {off:+.0f}% |"
+        planned = case.planned()
+        yield f"| {case.what} | {case.measured:.1f} | {planned:.1f} | {100 * (planned / case.measured - 1):+.0f}% |"
 
 
 def time_rows() -> Iterator[str]:
     for what, (command, measured) in TIMES.items():
         planned = {one.phase: one for one in plan(command, Machine(parse_gpus("H200")[1])).seconds}
         for phase, seconds in measured.items():
-            yield f"| {what}: {phase} | {seconds} | {planned[phase].seconds:.1f} | {planned[phase].limit} |"
+            shown = f"{planned[phase].seconds:.{1 if planned[phase].seconds >= 1 else 2}f}"
+            yield f"| {what}: {phase} | {seconds} | {shown} | {planned[phase].limit} |"
 
 
 # What fits.
@@ -297,7 +311,7 @@ def scene_rows(gpus: str, nodes: int, runs: dict[str, str]) -> Iterator[str]:
 
 def tables() -> str:
     """The generated part of the page."""
-    lines = ["## Measured and planned\n", MEASURED_TEXT, "| | measured | planned | |", "|---|---|---|---|"]
+    lines = ["## Measured and planned\n", MEASURED_TEXT, "| | measured, GiB | planned, GiB | |", "|---|---|---|---|"]
     lines += [*measured_rows(), "", TIMES_TEXT, "| | measured, s | planned, s | limited by |", "|---|---|---|---|"]
     lines += [*time_rows(), "", UNMEASURED, "## What fits\n", FITS_TEXT]
     for title, (gpus, nodes, runs) in SCENES.items():
@@ -309,25 +323,25 @@ def tables() -> str:
 MEASURED_TEXT = """\
 All measurements are from one H200 ([Performance](performance.md)). A test keeps the plans within 10% of them on the
 GPU and within 20% in host memory. PyTorch's own peak is compared with the terms that PyTorch allocates; a reading of
-`nvidia-smi` (the hybrid and 7B runs) with all terms, including CUDA's context and the pieces that the allocator holds
-back. Those two terms were chosen to match the hybrid run, whose experience phase is compared in the middle of its
-range. The others have no free constant.
+`nvidia-smi` (the hybrid, W1 and 7B runs) with all terms, including CUDA's context and the pieces that the allocator
+holds back. Those two terms were chosen to match the hybrid run, whose experience phase is compared in the middle of its
+range, and the activations of compiled layers with LoRA to match the run with LoRA. The others have no free constant.
 """
 TIMES_TEXT = """\
 The constants behind the seconds of a step were chosen from these same runs, and times depend on the machine's
-processor, so no test asserts them.
+processor, so no test asserts them. The hybrid run is older: it did not yet compute a prompt only once for all samples
+in a micro-batch, as plans expect.
 """
 UNMEASURED = """\
-Not all flags of the 7B runs were recorded: their plans assume the default `--vllm_gpu_memory_utilization`, and the
-LoRA run took four times the planned time to generate. Ray's memory monitor ended the full 7B run, so its 113 GB may
-not have been its peak: PyTorch rounds each pinned tensor up to a power of two, and for this shape that comes to 96 GB
-on top, which a plan lists as `rounding of pinned memory` and which was not measured. With PyTorch 2.13,
+Ray's memory monitor ended the run of 7B parameters that slept in host memory, so its 105 GiB may not have been its
+peak: PyTorch rounds each pinned tensor up to a power of two, and for this shape that comes to 89 GiB on top, which a
+plan lists as `rounding of pinned memory` and which was not measured. With PyTorch 2.13,
 `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1` turns the rounding off.
 
 **Not measured:** everything on more than one GPU (the shards of ZeRO and FSDP, buckets, gathered layers,
 tensor parallelism, rings, NCCL, all times that depend on links), other GPUs than the H200, mixtures of experts,
-activations under LoRA and QLoRA, 4-bit weights, the Transformers engine's cache, and host memory while loading and
-saving. They follow from what the code allocates.
+activations under QLoRA and under LoRA without compiled layers, 4-bit weights, the Transformers engine's cache, and
+host memory while saving. They follow from what the code allocates.
 """
 FITS_TEXT = """\
 Samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts x 8 samples. "Everything

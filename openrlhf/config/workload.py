@@ -86,11 +86,13 @@ class Workload:
     sleeps: bool = False  # trained models leave the device while idle
     engine: WorkEngine | None = None  # None in supervised commands
     samples: int = 0  # samples per rollout
+    samples_per_prompt: int = 1
     response: int = 0  # tokens of the longest response
     optimizer_steps: int = 1  # optimizer steps per rollout
     scores_policy: bool = False  # the policy's log-probs are computed before training
     logs_entropy: bool = False
     moving_average: bool = False
+    resumable: bool = True  # writes checkpoints
     distils: bool = False
 
     @property
@@ -168,6 +170,7 @@ def rl_workload(config: RLConfig) -> Workload:
         sleeps=config.placement.deepspeed_enable_sleep,
         engine=engine,
         samples=samples,
+        samples_per_prompt=rollout.n_samples_per_prompt,
         response=min(rollout.longest_response, context),
         optimizer_steps=steps_per_rollout(config),
         scores_policy=scores_policy(config),
@@ -190,6 +193,7 @@ def _common(config: TrainingConfig, group: WorkGroup, tokens: int, sequence: int
         step_samples=1,
         always_deepspeed=config.checkpoints.use_ds_universal_ckpt or config.sharding.backend == "deepspeed",
         muon=config.optimizer.optim == "muon",
+        resumable=not config.checkpoints.disable_ds_ckpt,
     )
 
 

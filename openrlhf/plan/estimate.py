@@ -258,5 +258,7 @@ def loading_term(place: ModelPlace) -> Term:
 
 def saving_term(place: ModelPlace) -> Term:
     """Return the host memory of a process that writes a checkpoint; without DeepSpeed, all states are held together."""
-    states = 0.0 if place.deepspeed else 3 * FP32 * place.trained / (place.ranks if place.fsdp else 1)
+    states = 3 * FP32 * place.trained / (place.ranks if place.fsdp else 1)
+    if place.deepspeed or not place.work.resumable:
+        states = 0.0
     return place.term("files being written", states, certain=False)

@@ -31,9 +31,10 @@ COMPUTE, BANDWIDTH, HOST_LINK, HOST, LINK, SCHEDULER = (
     *("optimizer on the CPU", "interconnect", "the engine's Python scheduler"),
 )
 # Shares of the data sheet's peak.
-PLAIN, COMPILED, FORWARD = 0.354, 0.434, 0.5
+PLAIN, COMPILED, FORWARD = 0.354, 0.459, 0.5
 RECOMPUTED = 0.82  # throughput with gradient checkpointing, relative to without
-ADAPTED = 0.54  # throughput with LoRA, relative to full training: small matrix products, and inputs widened to fp32
+# Throughput with LoRA, relative to full training: small matrix products, and inputs widened to fp32.
+ADAPTED, ADAPTED_COMPILED = 0.54, 0.69
 REACHED_BANDWIDTH, REACHED_LINK = 0.7, 0.7
 UPDATE_BYTES = 30  # read and written by Adam per parameter
 HOST_UPDATE = 2.6e-9  # seconds per parameter of Adam on 16 cores
@@ -134,6 +135,9 @@ def training(place: ModelPlace, machine: Machine) -> list[tuple[str, float]]:
     work, gpu = place.work, machine.gpu
     assert gpu is not None
     tokens = work.step_samples * work.sequence
+    if work.response:  # samples of a prompt that meet in a micro-batch share it
+        sharing = max(1, min(work.samples_per_prompt, work.train_tokens // work.sequence))
+        tokens -= work.step_samples * (work.sequence - work.response) * (1 - 1 / sharing)
     targets = work.step_samples * (work.response or work.sequence)
     sizes = place.shape.matrices
     if place.adapted:
@@ -142,7 +146,8 @@ def training(place: ModelPlace, machine: Machine) -> list[tuple[str, float]]:
         )
     reached = COMPILED if work.sharding.deepcompile else PLAIN
     reached *= RECOMPUTED if work.sharding.gradient_checkpointing else 1.0
-    reached *= ADAPTED if place.adapted else 1.0
+    if place.adapted:
+        reached *= ADAPTED_COMPILED if work.sharding.deepcompile else ADAPTED
     flops = step_flops(sizes, StepSize(tokens, tokens * work.sequence / 2, targets)) / place.group.devices
     compute = flops / (reached * gpu.teraflops * 1e12)
     sending = collective_bytes(place) / (REACHED_LINK * slowest_link(place.group, machine) * GIGA)

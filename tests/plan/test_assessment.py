@@ -99,6 +99,24 @@ def test_host_memory_counts_if_it_is_known(plan, shapes):
     )
 
 
+def test_only_resumable_runs_need_host_memory_for_checkpoints(plan):
+    command = f"train_sft --pretrain {SMALL} --max_len 1024"
+    assert "files being written" in sizes(plan(command).phase("saving").host)
+    assert "files being written" not in sizes(plan(f"{command} --disable_ds_ckpt").phase("saving").host)
+
+
+def test_samples_in_a_micro_batch_share_their_prompt(plan):
+    """Of 4 samples with 512 + 512 tokens, a micro-batch of 4 computes one prompt, so 5/8 of their own tokens."""
+    command = f"train_ppo --pretrain {SMALL} --max_len 1024 --max_new_tokens 512 --n_samples_per_prompt 4 --deepcompile"
+    seconds = [
+        next(
+            one.seconds for one in plan(f"{command} --micro_train_batch_size {size}").seconds if one.phase == "training"
+        )
+        for size in (4, 1)
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx(5 / 8, abs=0.1)  # attention and the head do not shrink
+
+
 def test_changes_come_by_effect_and_each_one_saves(plan):
     found = plan(f"train_sft --pretrain {SMALL} --max_len 1024 --micro_train_batch_size 64")
     peaks = [change.peak for change in suggestions(found)]
