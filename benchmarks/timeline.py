@@ -19,7 +19,7 @@ KINDS = {  # kind of work -> pattern of a kernel's name, tried in this order
     "attention": r"flash|attn|attention|fmha",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|matmul|addmm|\bmm\b",
     "optimizer": r"adam|multi_tensor|foreach",
-    "sampling": r"sampl|softmax|topk|sort|exponential|argmax|gumbel",
+    "softmax, sampling": r"sampl|softmax|topk|sort|exponential|argmax|gumbel",
     "other": r"",
 }
 COLORS = ("#9aa0a6", "#7b4fa3", "#2f6db3", "#c7792b", "#3c9d74", "#c4cad0")  # colours of the kinds, in order

@@ -2,8 +2,9 @@
 
 With hundreds of sequences and a small model, vLLM spends more time in its Python scheduler than the GPU spends on the
 model. Two engine processes halve the Python work of each, and their kernels overlap: 64 x 8 samples of 512 tokens with
-1.5B parameters took 6.1 s instead of 10.3 s on an H200 under CUDA MPS. `engines_per_gpu` chooses the number,
-`open_engines` starts the processes, with MPS on a GPU, and `LocalPolicy` sends them the policy's weights.
+1.5B parameters took 4.5 s instead of 6.1 s on an H200 under CUDA MPS, and 6.1 s instead of 10.3 s next to a slower
+processor. `engines_per_gpu` chooses the number, `open_engines` starts the processes, with MPS on a GPU, and
+`LocalPolicy` sends them the policy's weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from openrlhf.rollout.vllm import preload
 from openrlhf.rollout.weight_sender import WeightSender
 
 MIN_SAMPLES = 256  # per rollout; with fewer, the Python scheduler of one engine is not the bottleneck
-AUTOMATIC = 2  # engines; three gain little more, and take more memory
+AUTOMATIC = 2  # engines; three take as long (docs/performance.md), because the GPU is then the limit
 MIN_CORES = 4  # one for each engine, and some for the trainer, rewards and agents
 MAX_WEIGHTS = 0.5  # share of the engines' memory for all copies; the rest is for KV caches and CUDA graphs
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of an engine's cache on a CPU

@@ -12,6 +12,7 @@ compiler fails on this model, the layers run as before. Every change is announce
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ COST = 30.0  # expected seconds of compilation, of the training and the scoring 
 
 def compile_network(network: Network) -> None:
     """Compile each decoder layer, which share one graph, and the passes over the logits; they do most of the work."""
+    warnings.filterwarnings("ignore", module=r"torch\._inductor")  # its advice is about PyTorch's settings, not flags
     for layer in decoder_layers(network):
         layer.compile(dynamic=True, backend=COMPILER)
     network.logit_passes = LogitPasses.compiled(COMPILER)

@@ -18,7 +18,7 @@ KERNELS = [
         ("void flash::flash_fwd_splitkv_kernel<...>", "attention"),
         ("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NNT", "matrix products"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("_gumbel_sample_kernel", "sampling"),
+        ("_gumbel_sample_kernel", "softmax, sampling"),
         ("triton_poi_fused_mul_silu_0", "other"),
     ],
 )
