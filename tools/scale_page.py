@@ -40,6 +40,15 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152_064,
         tie_word_embeddings=False,
     ),
+    "Qwen/Qwen2.5-32B": Qwen2Config(
+        hidden_size=5120,
+        intermediate_size=27_648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        vocab_size=152_064,
+        tie_word_embeddings=False,
+    ),
     "01-ai/Yi-34B": LlamaConfig(
         hidden_size=7168,
         intermediate_size=20_480,
@@ -226,6 +235,7 @@ def sft(model: str, more: str = "") -> str:
 
 LLAMA, YI, QWEN = "meta-llama/Llama-3.1-70B", "01-ai/Yi-34B", "Qwen/Qwen2.5-7B"
 LARGE, HUGE = "Qwen/Qwen3-235B-A22B", "deepseek-ai/DeepSeek-V3"
+LORA_32B = GRPO_7B.replace(QWEN, "Qwen/Qwen2.5-32B") + " --lora_rank 32"
 SCENES: dict[str, tuple[str, int, dict[str, str]]] = {  # title -> (GPUs of a node, nodes, {run: command})
     "70B on 16 x A100-80": (
         "8xA100-80",
@@ -262,6 +272,18 @@ SCENES: dict[str, tuple[str, int, dict[str, str]]] = {  # title -> (GPUs of a no
             ),
             "GRPO, everything sleeps, engines of 2": grpo(QWEN, 1, 4, 2),
             "GRPO, the same with `--lora_rank 32`": grpo(QWEN, 1, 4, 2, "--lora_rank 32"),
+        },
+    ),
+    "32B with LoRA on one H200, in one process: 32 prompts x 4 samples of 640 tokens": (
+        "H200",
+        1,
+        {
+            "GRPO, `--deepcompile`, half of the GPU for the engine": f"{LORA_32B} --deepcompile "
+            "--vllm_gpu_memory_utilization 0.5",
+            "GRPO, `--gradient_checkpointing --vllm_enable_sleep`": f"{LORA_32B} --gradient_checkpointing "
+            "--vllm_enable_sleep --vllm_gpu_memory_utilization 0.5",
+            "GRPO, `--gradient_checkpointing --load_in_4bit`, 60%": f"{LORA_32B} --gradient_checkpointing "
+            "--load_in_4bit --vllm_gpu_memory_utilization 0.6",
         },
     ),
     "70B PPO on 48 x A100-80": (
@@ -344,7 +366,8 @@ activations under QLoRA and under LoRA without compiled layers, 4-bit weights, t
 host memory while saving. They follow from what the code allocates.
 """
 FITS_TEXT = """\
-Samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts x 8 samples. "Everything
-sleeps" is `--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization 0.8` with
-`--zero_stage 3 --gradient_checkpointing`. Each engine is on one node. Networks have 400 Gbit/s per node.
+Unless the title says otherwise, samples have up to 4,096 tokens, micro-batches one sample, and GRPO and PPO 128 prompts
+x 8 samples. "Everything sleeps" is `--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep
+--vllm_gpu_memory_utilization 0.8` with `--zero_stage 3 --gradient_checkpointing`. Each engine is on one node. Networks
+have 400 Gbit/s per node.
 """
