@@ -64,7 +64,7 @@ async def end_with_peers(process: Process[EngineWorker], running: Sequence[async
     except TimeoutError:
         pass
     if not ended_first:
-        say(f"{process} lost a part of itself: {reason(done.pop())}")
+        say(f"{process} lost one of its processes: {reason(done.pop())}")
     process.kill()
 
 

@@ -58,7 +58,7 @@ def describe(value: object) -> object:
     if isinstance(value, tuple):
         return [describe(item) for item in value]
     if not is_exact(value):
-        raise NoKey(f"no exact description of a {type(value).__name__}")
+        raise NoKey(f"a {type(value).__name__} has no exact description")
     return value
 
 
@@ -68,7 +68,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     Classes outside Transformers may change their code, and slow tokenizers have no complete description.
     """
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
-        raise NoKey(f"no exact description of a {type(tokenizer).__name__}")
+        raise NoKey(f"a {type(tokenizer).__name__} has no exact description")
     known = json.loads(tokenizer.backend_tokenizer.to_str())
     rules = json.dumps(known | {"truncation": None, "padding": None})  # every call sets both
     settings = {name: value for name, value in tokenizer.init_kwargs.items() if name != "name_or_path"}

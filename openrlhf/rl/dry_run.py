@@ -167,7 +167,7 @@ class Trial:
 
 
 def make_trials(config: RLConfig, prompts: Sequence[Prompt]) -> list[Trial]:
-    """Make up right and wrong answers to each prompt; a label that is text is probably a right answer.
+    """Make up right and wrong answers to each prompt; a label that is text is assumed to be a right answer.
 
     Groups have as many samples as in training, because a reward function may compare them; with one sample per
     group, each prompt gets two groups. An agent plays its samples one by one, so one right and one wrong answer are
@@ -221,7 +221,7 @@ async def try_answers(
         if task in unfinished and hangs:
             hangs = False
             message = f"{source_of(rewards)} did not return within {timeout:g} s (--reward_timeout)"
-            fix = "a time limit in the code of the reward, or a larger --reward_timeout"
+            fix = "a time limit in the reward's code, or a larger --reward_timeout"
             error = RewardError(f"{message}, for {sample_name(trial.prompt)}", try_this=fix)
             if rewards.on_reward_error == "skip":
                 tried.append((trial, GroupResult([], [error] * len(trial.answers))))

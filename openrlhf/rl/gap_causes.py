@@ -85,7 +85,8 @@ async def find_cause(found: Comparison, workers: Workers, *, agreed_before_updat
         )
     if later_turns_differ(found.differences):
         return Cause(
-            "tokenisation: first turns agree and later turns do not, so the trainer has other tokens for the history",
+            "tokenisation: first turns agree but later ones do not, so the trainer has different tokens for the"
+            " history",
             "an agent and a template that only append to the history, and never tokenise it again",
         )
 

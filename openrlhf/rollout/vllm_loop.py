@@ -181,14 +181,14 @@ class StepLoop(CommandThread):
         if any(worker.checksums != received[0].checksums for worker in received):
             raise RolloutError("the workers of this engine received different weights")
         if verify:
-            # If a tensor could be read back before but not now, a layer still computes with another one.
+            # If a tensor could be read back before but not now, its layer does not compute with what arrived.
             read_back = [worker.read_back for worker in received]  # pipeline stages hold different tensors
             self._readable = self._readable if any(self._readable) else read_back
             pairs = zip(self._readable, read_back, strict=True)
             lost = sorted({name for before, now in pairs for name in before - now})
             if lost:
                 shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-                problem = f"vLLM still computes with other values for {counted(len(lost), 'tensor')}: {shown}"
+                problem = f"vLLM still computes with different values for {counted(len(lost), 'tensor')}: {shown}"
                 raise RolloutError(f"weights arrived, but {problem}")
         self._has_weights = True
         if not self._keeps_cache:

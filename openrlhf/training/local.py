@@ -83,7 +83,7 @@ class MasterBackend(TrainBackend):
             lost = tensors.keys() - self.optimizer.state().keys()
             if lost:
                 raise BackendError(
-                    f"the optimizer has no place for {counted(len(lost), 'saved tensor')}, such as {min(lost)}"
+                    f"the optimizer has no counterpart for {counted(len(lost), 'saved tensor')}, such as {min(lost)}"
                 )
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise BackendError(
@@ -97,7 +97,7 @@ class MasterBackend(TrainBackend):
     def steps_taken(self) -> int | None:
         states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
         counted = [int(slots["step"]) for slots in states if "step" in slots]
-        if states and not counted:  # Muon alone, which does not count: all parameters are matrices, as in adapters
+        if states and not counted:  # Muon alone, which counts no steps: all parameters are matrices, as in adapters
             return None
         taken = max(counted, default=0)
         return taken + (self.loss_scale.skipped if self.loss_scale else 0)

@@ -95,13 +95,13 @@ def must_be_private(root: Path, folder: Path) -> None:
             raise BackendError(
                 f"{path} belongs to user {status.st_uid}, and loading DeepSpeed's checkpoints can run code: expected a"
                 f" file owned by user {os.geteuid()} or root",
-                try_this=f"chown -R {os.geteuid()} {root}, if you trust its content",
+                try_this=f"chown -R {os.geteuid()} {root}, if you trust its contents",
             )
         if status.st_mode & OTHERS_WRITE:
             raise BackendError(
                 f"other users can write {path}, and loading DeepSpeed's checkpoints can run code: expected mode"
                 f" {stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE:o}, got {stat.S_IMODE(status.st_mode):o}",
-                try_this=f"chmod -R go-w {root}, if you trust its content",
+                try_this=f"chmod -R go-w {root}, if you trust its contents",
             )
     for path in dict.fromkeys((*root.absolute().parents, *root.resolve().parents)):  # `root` may be a link
         if can_be_replaced_in(path):

@@ -59,7 +59,7 @@ def check_models(config: TrainingConfig) -> None:
         if role == "policy" and replays and experts_per_token(model) == 1:
             raise ConfigError(
                 f"--router_replay: {name} chooses one expert for each token, so a token that the engine did not record"
-                " cannot be told from one of expert 0",
+                " cannot be distinguished from one of expert 0",
                 try_this="without --router_replay",
             )
         if coef > AUX_ON and not balances_experts(config.model, model):

@@ -45,4 +45,4 @@ def test_an_engine_ends_with_its_peer_whether_or_not_it_answers(state, monkeypat
 
     asyncio.run(scenario())
     assert engine.killed == ["engine 0"]
-    assert ("lost a part of itself: engine 0, node 1 died" in capsys.readouterr().err) == (state != "dead")
+    assert ("lost one of its processes: engine 0, node 1 died" in capsys.readouterr().err) == (state != "dead")

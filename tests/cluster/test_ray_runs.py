@@ -301,7 +301,7 @@ def test_an_engine_on_two_nodes_gets_all_weights_and_is_replaced_as_a_whole(run_
     assert len({process.actor for process in submits}) == 2
     stderr = capsys.readouterr().err
     assert "each engine spans 2 nodes, with 1 device on each" in stderr
-    assert "lost a part of itself" in stderr
+    assert "lost one of its processes" in stderr
 
 
 def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):

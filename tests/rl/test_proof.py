@@ -82,7 +82,7 @@ def test_a_gap_in_later_turns_alone_is_blamed_on_tokenisation():
     """The trainer sees the same first turn, and another history before the second."""
     mask, log_probs = (False, True, True, False, True, True), (0.0, -1.0, -1.0, 0.0, -1.5, -0.4)
     item = make_trajectory(Prompt(0, "prompt", (1,)), (1, 2, 2, 3, 2, 2), mask, log_probs)
-    with pytest.raises(RolloutError, match="Likely cause: tokenisation: first turns agree and later turns do not"):
+    with pytest.raises(RolloutError, match="Likely cause: tokenisation: first turns agree but later ones do not"):
         run_check(make_check(), item, item)
 
 

@@ -4,7 +4,7 @@ REWARD = '''"""A reward function: 1 if the response contains the answer in its r
 
 
 def reward_func(queries, prompts, labels, **kwargs):
-    """Score the samples of one prompt; `queries` are prompts followed by responses, `labels` the field --label_key."""
+    """Score the samples of one prompt; `queries` are prompts with responses, `labels` the values of --label_key."""
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     right = [float(str(label) in response) for response, label in zip(responses, labels, strict=True)]
     return {
@@ -30,7 +30,7 @@ class Environment(AgentInstanceBase):
         self.attempts = 0
 
     async def step(self, states, **kwargs):
-        """Judge the policy's last message, `states["action_text"]`; `states["label"]` is the field --label_key."""
+        """Judge the policy's last message, `states["action_text"]`; `states["label"]` is the value of --label_key."""
         self.attempts += 1
         right = str(states["label"]) in states["action_text"]
         done = right or self.attempts == ATTEMPTS

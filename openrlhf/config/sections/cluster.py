@@ -47,8 +47,8 @@ class PlacementFlags:
     )
     worker_timeout: float = flag(
         7200.0,
-        "Seconds that loading the models, one training step or one checkpoint may take on Ray; a process that takes "
-        "longer counts as hung, and the run ends.",
+        "Time limit in seconds for loading the models, for one training step and for one checkpoint on Ray; a process "
+        "that takes longer counts as hung, and the run ends.",
         POSITIVE,
     )
 

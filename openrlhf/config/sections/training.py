@@ -82,7 +82,7 @@ class ShardingFlags:
     )
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
     expert_parallel_size: int = flag(
-        1, "Devices over which the experts of a mixture of experts are divided; needs --backend fsdp.", POSITIVE
+        1, "Devices across which the experts of a mixture of experts are split; needs --backend fsdp.", POSITIVE
     )
     ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
     ring_head_stride: int = flag(1, "Key heads per ring pass; must divide the number of key heads.", POSITIVE)
