@@ -58,7 +58,7 @@ class Steps:
     def step(self, output: Path, command: str, *flags: object, source: Path | None = None) -> str:
         """Run a command unless its output exists; a step that was killed resumes or starts over.
 
-        Output that is older than its source is made again, because the pipeline's flags may have changed the rows.
+        Output that is older than its source is rebuilt, because the pipeline's flags may have changed the rows.
         """
         words = [command, *map(str, flags)]
         if output.exists() and (source is None or source.stat().st_mtime_ns <= output.stat().st_mtime_ns):
