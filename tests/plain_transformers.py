@@ -49,7 +49,7 @@ def scores(folder, texts):
 
 @torch.no_grad()
 def step_verdicts(folder, text):
-    """Return for each # of the text whether + (0) or - (1) is more likely."""
+    """For each # in the text, return whether + (0) or - (1) is more likely."""
     model, tokenizer = load(folder)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     marks = tokenizer.convert_tokens_to_ids(["+", "-"])

@@ -193,7 +193,7 @@ def test_a_short_run_and_a_resumed_one_get_one_line_at_their_end(clock, capsys):
 
 
 def test_time_outside_steps_is_excluded_from_the_rate_and_expected_again(clock, capsys):
-    """One evaluation of an hour before the first step, and one of a minute after each second step."""
+    """One evaluation of an hour before the first step, and one of a minute after every second step."""
     with Monitor(total_steps=6) as monitor:
         for step, outside in enumerate((3600.0, 0.0, 60.0, 0.0)):
             if step > 0:

@@ -178,7 +178,7 @@ def test_memory_bomb_of_many_processes(attack):
             os._exit(0)
     """
     result = attack(source, ProgramLimits(seconds=20, memory=256 << 20))
-    if ControlGroup.create() is None:  # documented: then the limit holds for each process
+    if ControlGroup.create() is None:  # documented: the limit then applies to each process
         assert result.limit == "seconds"
     else:
         assert result.limit == "memory"
@@ -291,7 +291,7 @@ def test_write_outside(attack, outside):
 
 
 def test_reading_the_trainer(attack, outside):
-    """Nothing of the trainer is visible: not its files, not its processes, not its environment."""
+    """Nothing of the trainer is visible: neither its files, nor its processes, nor its environment."""
     source = f"""
         import glob, os
         for path in [{str(outside / "secret")!r}, *glob.glob("/proc/*/environ"), *glob.glob("/proc/*/cmdline"),

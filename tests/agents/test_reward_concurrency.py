@@ -173,7 +173,7 @@ def test_a_plain_function_of_a_python_caller_may_run_in_threads(build):
 
 @pytest.mark.slow(seconds=4)
 def test_calls_do_not_overtake_the_code_that_they_need(build, write, monkeypatch, capfd):
-    """A call that overtook its file failed, and was retried only after --reward_timeout."""
+    """A call that reached the worker before its file used to fail, and was retried only after --reward_timeout."""
     connect = asyncio.open_unix_connection
 
     async def connect_slowly(*given, **named):

@@ -134,7 +134,7 @@ def test_a_callback_ends_training_early_and_the_model_is_saved(sft, ppo, capsys)
 
 
 @pytest.mark.parametrize("command", ["sft", "ppo"])
-def test_a_collection_of_garbage_skips_the_objects_from_before_training(command, request):
+def test_garbage_collection_skips_the_objects_from_before_training(command, request):
     """A collection over all imported objects would interrupt a step."""
     counts = []
     request.getfixturevalue(command)(on_step=lambda record: counts.append((record.step, gc.get_freeze_count())))

@@ -42,7 +42,7 @@ def record(tmp_path):
 
 
 def give_away(path, monkeypatch):
-    """Make the path belong to another user; only root can, so other users pretend to be someone else."""
+    """Make the path belong to another user: change its owner as root, else the user id that this process sees."""
     if os.geteuid() == 0:
         os.chown(path, STRANGER, STRANGER)
     else:

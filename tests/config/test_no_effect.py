@@ -90,7 +90,7 @@ QUIET = [  # the same flags in runs in which they have an effect
     "train_sft --backend deepspeed --zero_stage 3",
     "train_sft --use_ds_universal_ckpt --zero_stage 2",
     "train_ppo_ray --runtime ray --zero_stage 2",
-    "train_ppo_ray --ref_num_gpus_per_node 4 --init_kl_coef 0",  # which decides for Ray
+    "train_ppo_ray --ref_num_gpus_per_node 4 --init_kl_coef 0",  # which selects Ray
     "train_ppo --remote_rm_url= --reward_pretrain ./model --normalize_reward --prm_reduce mean --reward_weights 2",
     "train_ppo --remote_rm_url= --agent_func_path ./agent.py --step_rewards --system_prompt Hi",
     "train_ppo --remote_rm_url= --agent_func_path ./agent.py --reward_pretrain ./model --normalize_reward "

@@ -120,7 +120,7 @@ def test_rows_are_the_same_in_memory_made_for_the_cache_and_mapped_from_it(kind,
     made = load(kind, repeat=3)
     assert isinstance(made.rows, MappedRows)
     assert cached_files(tmp_path) == [".arrow", ".json"]
-    monkeypatch.setattr(row_cache, "make_parts", None)  # nothing is made again
+    monkeypatch.setattr(row_cache, "make_parts", None)  # nothing is rebuilt
     assert contents(made) == contents(load(kind, repeat=3)) == in_memory
     assert in_memory[1]["dropped"]  # the reports are not empty
 

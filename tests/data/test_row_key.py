@@ -176,7 +176,7 @@ def test_the_code_is_in_the_key(data, monkeypatch):
     assert row_key(data, sft_reader(), BUDGET) != before
 
 
-def test_tables_are_told_apart_by_what_their_rows_contain():
+def test_tables_are_distinguished_by_the_contents_of_their_rows():
     table = datasets.Dataset.from_list(ROWS)
     same = datasets.Dataset.from_list(ROWS)
     tables = [

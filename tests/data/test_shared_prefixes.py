@@ -50,7 +50,7 @@ def test_chosen_sequences_share_what_they_would_share_alone(sequences, random):
     found = tokens_of(*sequences).groups(chosen)
     alone = groups_of(*(sequences[number] for number in chosen))
 
-    def contents(groups):  # equal sequences may change places
+    def contents(groups):  # equal sequences may swap places
         return sorted((prefix, sorted(sequences[chosen[place]] for place in members)) for prefix, members in groups)
 
     assert contents(found) == contents(alone)

@@ -247,7 +247,7 @@ def test_an_empty_dataset_list_is_rejected():
 
 @pytest.mark.parametrize("broken", [{"n": "a\ud800"}, {"n": [{"content": "\udfff"}]}])
 def test_half_of_a_surrogate_pair_in_a_list_is_an_error(broken):
-    """No tokenizer takes such text; a JSON file with it is rejected, too."""
+    """No tokenizer accepts such text; a JSON file with it is also rejected."""
     with (
         held("3 rows", [*numbers(2), broken]) as name,
         pytest.raises(DataError, match=r"^in memory \(3 rows\), row 3: a string contains half of a surrogate pair"),

@@ -23,7 +23,7 @@ LINK = re.compile(r"(?<!!)\[[^]\[]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w.-]*\w)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 MESSAGE = re.compile(r"^```message\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
-LONG = 10  # characters of a message's fragment from which on it can be looked up
+LONG = 10  # minimum length of a message's fragment to look up
 
 # Flags of programs that pages mention, besides our own.
 OTHER_PROGRAMS = {
@@ -112,7 +112,7 @@ def states(shown, default):
     if shown in known:
         return default in known[shown]
     if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", shown):
-        return default is None or float(shown) == default  # None: the table shows the default that follows from others
+        return default is None or float(shown) == default  # None: the table shows the value derived from other flags
     quoted = re.fullmatch(r"`([^-].*)`", shown)
     return quoted is None or quoted[1].replace("\\n", "\n") == default
 

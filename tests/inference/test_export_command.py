@@ -98,7 +98,7 @@ def test_llama_3_files_carry_the_factors_of_their_rotary_embeddings(tmp_path):
     plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
     factors = torch.from_numpy(stored["rope_freqs.weight"].copy())
     assert_close(factors, plain / scaled)
-    # Wavelengths of 6, 63, 628 and 6283 tokens: up to 64 / 4 kept, from 64 / 1 on stretched, and between interpolated.
+    # Wavelengths of 6, 63, 628 and 6283 tokens: kept up to 64 / 4, stretched from 64 / 1, interpolated between.
     between = 64 / (2 * torch.pi * 10)
     assert factors.tolist() == pytest.approx([1, 1 / ((1 - (between - 1) / 3) / 8 + (between - 1) / 3), 8, 8])
     assert rope_factors(CONFIGS["llama"](vocab_size=8)) is None

@@ -143,7 +143,7 @@ def test_weights_of_another_model_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_what_is_averaged_is_what_is_saved(tmp_path, lora):
+def test_averaged_tensors_are_those_that_are_saved(tmp_path, lora):
     network = adapted(tmp_path) if lora else Network(load(tmp_path, tie_word_embeddings=True))
     save_model(network, tmp_path / "plainly")
     save_model(network, tmp_path / "given", {name: tensor.clone() for name, tensor in saved_tensors(network)})

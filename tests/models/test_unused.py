@@ -37,7 +37,7 @@ def test_an_indexer_stays_frozen():
     assert frozen(model) == {name for name, _ in model.named_parameters() if ".indexer." in name} != set()
 
 
-def test_what_a_family_freezes_stays_frozen_after_loading(tmp_path, capsys):
+def test_modules_that_a_family_freezes_stay_frozen_after_loading(tmp_path, capsys):
     build("ernie4_5_moe").save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), ModelFlags(), device=torch.device("cpu"), packing=False)
     capsys.readouterr()

@@ -74,7 +74,7 @@ def write_config(folder, **changed):
 
 
 def test_attention_that_config_json_names_is_not_loaded(tmp_path):
-    """Transformers would download it: `plan` runs nothing of a hub."""
+    """Transformers would download it, but `plan` runs no code from a hub."""
     name = write_config(tmp_path, attn_implementation="kernels-community/flash-attn2")
     assert read_shape(name, ModelFlags()).parameters > 0
 

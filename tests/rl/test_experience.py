@@ -415,7 +415,7 @@ def test_tensors_are_computed_outside_of_the_event_loop(monkeypatch):
     assert threading.main_thread() not in threads
 
 
-def test_a_batch_is_sent_without_what_follows_from_its_lengths():
+def test_a_batch_is_sent_without_values_derived_from_its_lengths():
     for layout in (Layout(packing=True, pad_id=0), Layout(packing=False, pad_id=0)):
         batching = Batching(layout, 4)
         (batch,) = experience(batching=batching).micro_batches([2, 1, 0], batching)

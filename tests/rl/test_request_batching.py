@@ -174,7 +174,7 @@ def test_a_cancelled_request_is_not_sent_and_its_group_ends():
 
 
 def test_without_lockstep_every_request_is_answered_by_itself():
-    """The second sample finishes two turns while the engine still works on the first."""
+    """The second sample finishes two turns while the engine is still working on the first."""
 
     class WaitingEngine(EchoEngine):
         async def generate(self, requests):

@@ -232,4 +232,4 @@ def wait_for_end(process):
         except psutil.NoSuchProcess:
             return
         time.sleep(0.01)
-    raise AssertionError(f"process {process} still runs")
+    raise AssertionError(f"process {process} is still running")

@@ -23,7 +23,7 @@ def of_lengths(lengths):
 
 
 def make_groups(count, samples, prompt=PROMPT, responses=(RESPONSE,)):
-    """The samples of several prompts, in turns; the responses to each prompt have one of the lengths."""
+    """Samples of several prompts, interleaved; all responses to a prompt have one of the lengths in `responses`."""
     random = np.random.default_rng(0)
     prompts = random.integers(2, 1000, (count, prompt))
     return [

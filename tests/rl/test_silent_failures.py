@@ -89,7 +89,7 @@ def test_a_missing_adapter(run, monkeypatch):
 
 
 def with_params(monkeypatch, **changed):
-    """Let the engine sample with other parameters than it was asked for."""
+    """Let the engine sample with parameters other than the requested ones."""
     right = SamplingState.of
 
     def of(params, vocabulary, device):

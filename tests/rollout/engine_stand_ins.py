@@ -8,9 +8,8 @@ import sys
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion
 
-ECHO, KILLED, EXITS, REJECTS, FAILS, WAITS, UNSENDABLE = range(
-    7
-)  # first tokens of a prompt: what the engine does with it
+# The first token of a prompt, which says what the engine does with it.
+ECHO, KILLED, EXITS, REJECTS, FAILS, WAITS, UNSENDABLE = range(7)
 
 
 class StandInEngine:

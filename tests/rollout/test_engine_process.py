@@ -66,7 +66,7 @@ def test_answers_and_errors_are_returned_unchanged(capfd):
         waiting = asyncio.create_task(group.generate([request(WAITS)]))
         while not group.engines[0].running:  # until the request is sent
             await asyncio.sleep(0)
-        await process.call(EngineWorker.ping)  # by now the engine works on it
+        await process.call(EngineWorker.ping)  # by now the engine is working on it
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -133,10 +133,8 @@ def test_a_death_loses_only_the_unfinished_requests_of_its_engine():
             await asyncio.sleep(0)
         group.by_prefix |= {2: group.engines[0], 3: group.engines[1]}
         quick = await asyncio.gather(*(group.generate([request(ECHO, prefix=number)]) for number in (2, 3)))
-        assert [completions[0].text for completions in quick] == [
-            "0",
-            "1",
-        ]  # although each engine still works on another
+        # Each engine answers although it is still working on another request.
+        assert [completions[0].text for completions in quick] == ["0", "1"]
         os.kill(process.child.process.pid, signal.SIGKILL)
         while group.engines[0].process is process:
             await asyncio.sleep(0)

@@ -136,7 +136,7 @@ def test_on_done_is_called_once_per_request(network, tokenizer):
 
 @pytest.mark.parametrize("num_waiting", [1, 4])
 def test_waiting_requests_get_the_first_free_slots(num_waiting, network, tokenizer, monkeypatch):
-    """Waiting requests start as soon as as many rows have ended: after 10 steps, while the others take 20."""
+    """Waiting requests start as soon as enough rows have ended: after 10 steps, while the others take 20."""
     lengths = [10] * num_waiting + [20] * (64 - num_waiting) + [20] * num_waiting
     asked = [Request((5,), SamplingParams(max_tokens=length, min_tokens=length, temperature=0.0)) for length in lengths]
     engine = HFEngine(network, tokenizer, max_rows=64)

@@ -115,7 +115,7 @@ class Worker:
         return results
 
     def divided(self) -> dict[str, Any]:
-        """Train with the experts divided over pairs of ranks; return also how many of this rank's numbers are here."""
+        """Train with the experts split across pairs of ranks; also return how many elements this rank holds."""
         results = {}
         for model, recomputes in (("mixtral", False), ("qwen3_moe", True), ("gpt_oss", False)):
             network = load_network(self.folder / model)

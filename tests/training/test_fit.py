@@ -102,7 +102,7 @@ def test_the_incomplete_batch_of_an_epoch_is_its_own_step(fit):
     assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm", "timing/step_total", "timing/tokens_per_second"}
 
 
-def test_utilization_is_logged_where_the_peak_is_known(fit):
+def test_utilization_is_logged_if_the_peak_is_known(fit):
     run = fit(rows(4), sink := RecordingSink())
     meter = run.backend.meter
     meter.peak, meter.sizes = 1e15, MatrixSizes.of(run.backend.network)

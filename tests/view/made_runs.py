@@ -10,7 +10,7 @@ from tests.toy_data import ANSWERS, answers, write_rows
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>document.title='owned'</script>"
 TEXTS = ["请把数字排序", "数と字をソートする", "set my_var = 1", "my own variable", "myvar"]
-SEARCHES = [  # and the numbers of the texts that they find
+SEARCHES = [  # a search, and the indices of the texts that it finds
     ("排序", [0]),
     ("序排", []),
     ("数字", [0]),

@@ -82,7 +82,7 @@ def test_pipes_and_links_in_place_of_files_are_skipped(tmp_path):
     assert [file.name for file in SampleRecords(run.rollouts).files()] == [third.name]
 
 
-def test_only_what_was_added_is_read(tmp_path):
+def test_only_added_lines_are_read(tmp_path):
     write_metrics(tmp_path, [("train", 1, {"loss": 1.0})])
     first = read_metrics(tmp_path / "metrics.jsonl")
     assert first.curves["train/loss"].values == [1.0]
