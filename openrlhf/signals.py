@@ -120,7 +120,7 @@ class Requests:
 
 
 class LastResort:
-    """Thread that ends the program if it still runs GRACE_SECONDS after the second request to stop.
+    """Thread that ends the program if it is still running GRACE_SECONDS after the second request to stop.
 
     The interpreter writes each signal to a pipe, which this thread reads even while the main thread is blocked.
     """

@@ -83,7 +83,7 @@ class SharedPrefixes:
     places: Tensor  # [tokens]: the place in the row of each token of the concatenated sequences
     segment_bounds: Tensor  # [segments + 1]: bounds of prefixes, continuations and other sequences in the row
     prefix_bounds: Tensor  # [prefixes + 1]: bounds of the prefixes, which come first
-    continuation_bounds: Tensor  # [prefixes + 1]: bounds of each prefix's continuations, from the end of the prefixes
+    continuation_bounds: Tensor  # [prefixes + 1]: bounds of their continuations, counted from the end of the prefixes
     longest_sequence: int
     longest_segment: int
     longest_prefix: int

@@ -32,7 +32,7 @@ class GroupCall:
 
 @dataclass(eq=False)
 class ReadyGroup:
-    """A group that is ready for its call, and the future that returns the call and the index of its first sample."""
+    """A group that is ready to be scored, and the future that gets its call and the index of its first sample in it."""
 
     samples: Samples
     started: asyncio.Future[tuple[GroupCall, int]]

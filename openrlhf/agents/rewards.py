@@ -28,8 +28,8 @@ CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 class FileRewards:
     """Rewards from the reward_func in a .py file or from a Python function, which is called with one or more groups.
 
-    `slots` is the number of calls that start before ready groups wait for each other (default: as many as the pool runs
-    at a time). It is unused if `batch_groups`, the maximum number of groups in a call, is 1.
+    `batch_groups` is the maximum number of groups in a call. While `slots` calls are in progress (default: as many as
+    the pool runs at a time), groups wait and share the next call; `slots` is unused if `batch_groups` is 1.
     """
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool, batch_groups: int = 1, slots: float | None = None) -> None:

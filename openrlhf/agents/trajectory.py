@@ -227,7 +227,7 @@ def spread_experts(length: int, turns: Sequence[Turn]) -> NDArray[np.int16] | No
     ignored if the prompt was not the episode up to that turn.
     """
     spread: NDArray[np.int16] | None = None
-    known = 0  # tokens whose experts are known, from the first one on
+    known = 0  # number of leading tokens whose experts are known
     for place, count, completion in turns:
         found = completion.routed_experts  # [prompt and completion - 1, layers, k]
         if found is None or len(found) + 1 - len(completion.token_ids) != place:

@@ -43,7 +43,7 @@ class ModelWorker:
     sender: WeightSender | None = None
 
     def start(self, config: RLConfig, group: GroupPlan, rollouts: int, number: int, folder: str) -> RankInfo:
-        """Join the group, load the models and return the position in it; `folder` is the driver's working folder."""
+        """Join the group, load the models and return this rank's position; `folder` is the driver's working folder."""
         enter_folder(folder)
         sharding = config.sharding
         self.device = join(config)

@@ -128,7 +128,7 @@ def find_listeners(address: str) -> set[int]:
 
 
 def hex_words(packed: bytes) -> str:
-    """Return an IP address as the kernel prints it in SOCKET_TABLES: words of 32 bits in the machine's byte order."""
+    """Return an IP address as the kernel prints it in SOCKET_TABLES: 32-bit words in the machine's byte order."""
     words = [packed[start : start + 4] for start in range(0, len(packed), 4)]
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 

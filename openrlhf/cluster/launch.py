@@ -71,7 +71,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
             starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
             with explain_memory(config, LOADING, machine):
-                if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
+                if shares_devices:  # vLLM measures the free memory at startup, so the models must not be loaded yet
                     engines = await starting_engines
                     if sleeps:
                         await engines.apply(lambda process: process.call(EngineWorker.sleep))

@@ -23,7 +23,7 @@ class EnginePlan:
     devices: int  # over all its nodes
     shares: str | None  # name of the group whose devices it shares; None if it has its own
     per_gpu: int = 1  # engines that share the same devices
-    nodes: int = 1  # nodes that it spans, with equally many devices on each
+    nodes: int = 1  # number of nodes that it spans, with the same number of devices on each
     stages: int = 1  # pipeline stages, one after the other
 
     @property
@@ -149,8 +149,8 @@ def pack(blocks: Sequence[DeviceBlock], nodes: Sequence[Node]) -> tuple[str, ...
     """Return a node id for each block, or None if the blocks cannot all be placed.
 
     This is a backtracking search. Large blocks are placed first, each on the node with the fewest free devices that
-    suffice, to keep other nodes empty. Nodes with equally many free devices are interchangeable, so states that differ
-    only by exchanging such nodes are tried once.
+    suffice, to keep other nodes empty. Nodes with the same number of free devices are interchangeable, so states that
+    differ only by exchanging such nodes are tried once.
     """
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index].devices)
     failed: set[tuple[int, tuple[tuple[int, bool], ...]]] = set()

@@ -97,7 +97,7 @@ class ProcessStarter:
     async def start_engines(self, spec: EngineSpec, *, max_restarts: int) -> EngineGroup:
         """Start the engines of the plan; `EngineGroup` also starts those that replace failed ones.
 
-        Engines that share a GPU start one after the other: vLLM measures at its start how much its own model takes.
+        Engines that share a GPU start one after the other: at startup, vLLM measures how much its own model takes.
         """
         actor, peer_actor = actor_class(EngineWorker), actor_class(EnginePeer)
         plans = self.cluster.plan.engines

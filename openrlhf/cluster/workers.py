@@ -2,7 +2,7 @@
 
 `RayWorkers` sends each call to the group that holds the model. `WorkerGroup` splits the batches over the group's
 data-parallel ranks and collects the answers. The ranks of a sharded model wait for each other, so all of them get
-equally many batches.
+the same number of batches.
 """
 
 from __future__ import annotations

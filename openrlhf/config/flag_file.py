@@ -38,7 +38,7 @@ def read_flag_file(path: Path, known: Collection[str]) -> list[FileEntry]:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise ConfigError(f"--config {path} is not YAML: {line}{error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or a date such as 2026-13-01
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a date such as 2026-13-01
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:  # nested too deeply, or an alias for an object that contains it
         problem = "nests too deeply"

@@ -8,5 +8,5 @@ FRAGMENT = re.compile(r"(://[^#,]*#)[^,]+")
 
 
 def mask_urls(text: str) -> str:
-    """Replace the parts of URLs that may be secret with ***: user, password, values of the query and fragment."""
+    """Replace the parts of URLs that may be secret with ***: user, password, query values and fragment."""
     return FRAGMENT.sub(r"\1***", QUERY_VALUE.sub(r"\1***", CREDENTIALS.sub("***@", text)))

@@ -37,7 +37,7 @@ class Layout:
     def combine(self, arrays: Sequence[NDArray[np.generic]], fill: float) -> Tensor:
         """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`.
 
-        Arrays of [tokens, ...] keep their further dimensions.
+        Arrays of [tokens, ...] keep their other dimensions.
         """
         if self.packing:
             return torch.from_numpy(np.concatenate(arrays))[None]

@@ -22,7 +22,7 @@ LABEL_FIELDS = ("label", "answer", "ground_truth", "solution", "target", "refere
 # Text that chat templates write around messages; data that contains it has already been formatted.
 CHAT_MARKUP = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "[INST]", "<｜User｜>")
 LONGEST = 5000  # maximum characters to check per text
-BEFORE = 20  # characters to quote before a lost one
+BEFORE = 20  # characters to quote before the first lost one
 QUOTED = 60  # maximum characters of a quotation
 
 FieldValues = Mapping[str, object]
@@ -51,7 +51,7 @@ def names_in(field: str, rows: Sequence[FieldValues]) -> tuple[str, ...]:
 
 
 def unknown_field(rows: Sequence[FieldValues], fields: Sequence[str]) -> Finding | None:
-    """Find a field that no row has; of a list such as `instruction,input`, only the first one is required."""
+    """Find a field that no row has; in a list such as `instruction,input`, only the first field is required."""
     for field in fields:
         for place, name in enumerate(names_in(field, rows)):
             if rows and not any(name in row for row in rows):

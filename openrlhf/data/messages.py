@@ -59,7 +59,7 @@ def says_something(message: Message) -> bool:
 def read_field(record: Record, field: str, flag: str) -> object:
     """Return the value of a field, or the texts of several (`instruction,input`) joined by line breaks.
 
-    Of several fields, only the first must exist; empty texts are left out.
+    If there are several fields, only the first must exist; empty texts are left out.
     """
     if field in record.row or "," not in field:
         return record.value(field, flag)

@@ -59,7 +59,7 @@ class DataReport:
     budget: Budget
     read: int = 0  # records
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
-    lengths: array[int] = field(default_factory=lambda: array("q"))  # tokens before truncation; of a pair, the longer
+    lengths: array[int] = field(default_factory=lambda: array("q"))  # tokens before truncation; for a pair, the maximum
     too_long: list[int] = field(default_factory=list)  # tokens of the records that were dropped as too long
     tokens_cut: int = 0
     cut_at: Literal["start", "end"] = "end"

@@ -7,7 +7,7 @@ the folder `openrlhf_rows` of the datasets cache, named after a hash of everythi
     KEY.json     the checksum of that file, and the report's counts; written last
 
 Files appear under their names only when they are complete. Of several processes, the first one makes the rows while the
-others wait for its lock. Files that are damaged are made again. If they cannot be written, rows are kept in memory.
+others wait for its lock. Damaged files are rebuilt. If they cannot be written, rows are kept in memory.
 """
 
 from __future__ import annotations

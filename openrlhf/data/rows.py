@@ -107,7 +107,7 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report
 
 
 def progress_bar(num_rows: int, records: Iterable[Record] | None = None, *, hidden: bool = False) -> tqdm[Record]:
-    """Return a progress bar for rows that are read, around `records` if given; outside a terminal it is hidden."""
+    """Return a progress bar for reading rows, which wraps `records` if given; it is hidden outside a terminal."""
     hidden = hidden or not sys.stderr.isatty()
     return tqdm(records, desc="reading", unit=" rows", total=num_rows, disable=hidden, leave=False)
 

@@ -25,7 +25,7 @@ class History:
     template: str | None  # --input_template, used without a chat template
     first: str | None  # text of --ta_prompt or --system_prompt: the system message, or the beginning of the text
     suffix: str  # text after each message, for --enable_csft
-    turns: list[tuple[str, str]] = field(default_factory=list)  # messages of the user with their replies
+    turns: list[tuple[str, str]] = field(default_factory=list)  # user messages and their replies
 
     def prompt(self, message: str) -> str:
         """Return the text for the model to continue: the conversation so far, then the new `message`."""

@@ -91,7 +91,7 @@ def inherited_metadata(source: str, base: str | None) -> ModelCardData:
 
 
 def training_part(source: str) -> str:
-    """Return the text of our model card from its section on training on, without the sections that are rewritten."""
+    """Return our model card's text from the training section to its end, without the sections that are rewritten."""
     card = read_card(source) if is_here(source) else None
     if card is None or not is_ours(card):
         return ""

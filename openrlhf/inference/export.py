@@ -78,7 +78,7 @@ def run(config: ExportConfig) -> Path:
 def converting_to(folder: Path, replaced: Sequence[str] = MARKERS) -> Iterator[None]:
     """Lock the output folder while a model is converted on the CPU, and delete leftovers of killed runs.
 
-    A line says so if one of the files that will be `replaced` exists.
+    Print a line if one of the files that will be `replaced` exists.
     """
     choose_device("cpu")
     with hold_folder(folder, "--output_path"):
@@ -191,7 +191,7 @@ def prompt_format(config: ExportConfig, source: SourceModel) -> PromptFormat | N
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the tokenizer's chat template; of several, the default one."""
+    """Return the tokenizer's chat template, or the default one if it has several."""
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
 

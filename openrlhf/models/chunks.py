@@ -8,9 +8,9 @@ The projection to the vocabulary is recomputed in the backward pass, so both pas
 `Network` passes in the head as a callable, because under ZeRO-3, tensor parallelism or LoRA the module must be called
 to gather its weights, reduce its output or apply its adapter. The backward pass of log-probs is written by hand, which
 takes less memory and time than autograd: for a plain linear head, the most common case, including the head
-(`LinearLogProbs`), and otherwise from the logits on (`TargetLogProbs`). If such a head is frozen, as it is under LoRA,
-nothing has to be recomputed (`FrozenLinearLogProbs`). All three read the logits through `LogitPasses`, which can be
-compiled.
+(`LinearLogProbs`), and otherwise starting at the logits (`TargetLogProbs`). If a linear head is frozen, as it is under
+LoRA, nothing has to be recomputed (`FrozenLinearLogProbs`). All three read the logits through `LogitPasses`, which can
+be compiled.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def experts_per_token(config: PretrainedConfig) -> int | None:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold the matrices of all experts of a layer, each kind in one tensor."""
+    """Return the modules in which one tensor holds the matrices of all experts of a layer."""
 
     def holds_experts(module: nn.Module) -> bool:
         matrices = module._parameters.get("down_proj")

@@ -41,13 +41,13 @@ class DecoderCall:
 
 
 def batch_tokens(call: DecoderCall, batch: Batch) -> Tensor:
-    """Return the place in the flattened batch of the token at each position of a call, -1 if there is none."""
+    """Return, for each position of a call, the place of its token in the flattened batch, or -1 if it has no token."""
     ids = batch.input_ids
     source = torch.arange(ids.numel(), device=ids.device) if call.batch_places is None else call.batch_places
     if call.output_places is None:
         return source
     found = torch.full((call.arguments["input_ids"].numel(),), -1, device=ids.device)
-    # A shared prefix is at the places of all sequences that begin with it: take the last one.
+    # A token of a shared prefix has one place in each sequence that begins with it: take the last of these places.
     return found.scatter_reduce(0, call.output_places, source, "amax")
 
 

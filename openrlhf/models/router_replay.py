@@ -71,7 +71,7 @@ class RoutedLayers:
             layer.replayed = found[place if len(found) == len(self.layers) else layer.number]
 
     def _check_numbers(self, recorded: Tensor) -> None:
-        """Reject numbers of experts that do not exist, which would stop a GPU with an assertion in a kernel."""
+        """Reject indices of experts that do not exist, which would fail an assertion in a GPU kernel."""
         experts = self.layers[0].experts
         if not recorded.numel():
             return

@@ -109,7 +109,7 @@ class GeneratedRollouts:
         self.size = flags.rollout_batch_size  # groups per rollout
         self.surplus = surplus_groups(config)  # groups in progress beyond those that the open rollouts need
         self.most_running = asked if asked is not None and asked < self.size else None
-        self.in_rounds = generates_in_lockstep(config)  # start groups only when no other runs
+        self.in_rounds = generates_in_lockstep(config)  # start groups only when no other is running
         # Abort the groups that are still running when their rollout is complete.
         self.aborts = self.surplus > 0 and flags.abort_stragglers
         self.max_staleness = staleness_limit(config)  # maximum age of a group when it is trained, in weight versions

@@ -30,7 +30,7 @@ HIGH_KL = 2.0  # nats per token: the sampled tokens are e^2 times less likely un
 EQUAL = 0.95  # share of prompts whose samples all have the same reward, above which little can be learned
 RARE = 0.1  # mean reward as a share of the best one, below which samples are hardly ever rewarded
 FIRST_STEPS = 5  # steps that later ones are compared with
-ENTROPY_LEFT = 0.1  # share of the first entropy
+ENTROPY_LEFT = 0.1  # share of the initial entropy
 
 
 @dataclass(frozen=True, kw_only=True)

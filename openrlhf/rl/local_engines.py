@@ -147,7 +147,7 @@ async def open_engines(config: RLConfig, count: int, device: torch.device) -> As
         timeout=flags.engine_timeout,
         max_restarts=flags.max_restarts,
         preload=preload,
-        in_turn=device.type == "cuda",  # vLLM measures at its start how much memory its own model takes
+        in_turn=device.type == "cuda",  # at startup, vLLM measures how much memory its own model takes
     ) as group:
         yield group
 

@@ -73,7 +73,7 @@ class RolloutSource(Protocol):
     def __len__(self) -> int: ...
 
     def open_rollouts(self, first: int, last: int) -> None:
-        """Let the rollouts from `first` (the next to be taken) to `last` begin, even before they are taken."""
+        """Allow the rollouts from `first` (the next to be taken) to `last` to start before they are taken."""
         ...
 
     async def take(self, number: int, place: int) -> Rollout:

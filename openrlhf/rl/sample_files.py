@@ -47,7 +47,7 @@ Fields: TypeAlias = dict[str, Any]  # arguments of a dataclass, as read from a f
 
 
 def write_samples(path: Path, items: Sequence[Trajectory], more: Mapping[str, pa.Array], about: object = None) -> None:
-    """Replace a file by one with these samples; `more` are further columns, and `about` is stored with the schema."""
+    """Replace a file with one of these samples; `more` are additional columns, `about` is stored with the schema."""
     metadata = {"about": json.dumps(about)}
     with replacing(path) as aside, aside.open("wb") as file:
         writer: pq.ParquetWriter | None = None
@@ -75,7 +75,7 @@ def row_groups(items: Sequence[Trajectory]) -> Iterator[slice]:
 
 
 def make_table(items: Sequence[Trajectory], more: Mapping[str, pa.Array]) -> pa.Table:
-    """Return samples as a table with further columns."""
+    """Return samples as a table with additional columns."""
     prompts = [item.prompt for item in items]
     distinct = {id(own): own for own in prompts}  # the samples of a group have the same prompt
     tokens = {key: np.array(own.input_ids, np.int32) for key, own in distinct.items()}

@@ -35,7 +35,7 @@ class Batching:
     sharing_limit: int = 0  # longest sample, in tokens, whose shared prefix the models compute only once
 
     def cut(self, sequences: Sequences, chosen: Sequence[int] | None = None) -> list[list[int]]:
-        """Return the numbers of the sequences in each micro-batch, for all sequences or the chosen ones.
+        """Return the indices of the sequences in each micro-batch, for all sequences or the chosen ones.
 
         No sample is dropped; a sample above the budget gets its own micro-batch. If there are enough samples, every
         rank gets at least one micro-batch. If prefixes are shared, samples of a prompt stay together, and the budget

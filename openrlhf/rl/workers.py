@@ -134,7 +134,7 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """Workers, engine, weight sync and further processes for rewards of a run, in one process or on a cluster."""
+    """Workers, engine, weight sync and additional reward processes of a run, in one process or on a cluster."""
 
     workers: Workers
     engine: Engine

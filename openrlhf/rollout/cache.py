@@ -54,7 +54,7 @@ class GrowingLayer(cache_utils.DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
-        """Keep only these rows, without the first `drop_left` columns."""
+        """Keep only these rows, and drop their first `drop_left` columns."""
         if not self.is_initialized:
             return
         left = self.length - drop_left

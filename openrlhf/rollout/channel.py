@@ -52,7 +52,7 @@ class Channel:
     host: str  # an address of the sender's machine that the receivers can reach; the sender listens only there
     transport: Transport
     receivers: int  # number of processes, which are numbered from 0
-    bucket_bytes: int = MAX_BUCKET  # at most; see `bucket_size`
+    bucket_bytes: int = MAX_BUCKET  # maximum; see `bucket_size`
     timeout: float = 120.0  # seconds
     patience: float = 24 * 3600.0  # seconds to wait for the next version: the trainer may be in a long step
     port: int = 0

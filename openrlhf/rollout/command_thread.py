@@ -34,7 +34,7 @@ Owner = TypeVar("Owner", bound="CommandThread")
 Waiter: TypeAlias = Future[Any]  # the answer to one caller, which awaits it in an event loop with `asyncio.wrap_future`
 CLOSED = "this engine was closed"
 JOIN_SECONDS = 1.0  # seconds between checks of whether a thread that should end is stuck
-RECOVERY_SECONDS = 10.0  # time for a stuck thread to recover and end: at exit, Python aborts if it still runs C++ code
+RECOVERY_SECONDS = 10.0  # time for a stuck thread to recover and end: at exit, Python aborts if it is still in C++ code
 
 
 class Command(NamedTuple):

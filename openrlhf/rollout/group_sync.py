@@ -178,7 +178,7 @@ class GroupSync:
             return error  # the policy's side is gone, so the run cannot continue
         if not sending.done():
             for channel in {receiver.channel for receiver in self.receivers}:
-                # In a thread, because the call is slow if the sender is just ending.
+                # In a thread, because the call is slow if the sender is about to end.
                 asyncio.get_running_loop().run_in_executor(None, channel.call_off)
         _, silent = await asyncio.wait((*receiving, sending), timeout=SECONDS_TO_FAIL)
         for process, load in zip(processes, receiving, strict=True):

@@ -35,7 +35,7 @@ PROBE = "probe"  # argument of this script, in place of a process id
 START_SECONDS = 10.0  # wait for the daemon to answer
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 60.0  # wait for the first client, which starts the daemon's server
-CHECK_SECONDS = 0.5  # interval of checks that the process is still running
+CHECK_SECONDS = 0.5  # seconds between checks that the process is still running
 QUIT_SECONDS = 10.0  # wait for the daemon to end before it is killed
 
 
@@ -59,18 +59,18 @@ def start_mps() -> Clients:
     return _started[0]
 
 
-# The result of the first call: all runs of a notebook share the daemon, and a failure would only recur.
+# The result of the first call: all runs of a notebook share the daemon, and a second attempt would fail again.
 _started: list[Clients] = []
-_keepers: list[subprocess.Popen[bytes]] = []  # referenced while this process runs
+_keepers: list[subprocess.Popen[bytes]] = []  # keeps their pipes open while this process runs
 
 
 def _start() -> Clients:
     if shutil.which(CONTROL) is None:
         return Clients(problem=f"{CONTROL} is not installed")
-    # The daemon sees all GPUs: clients would otherwise have to number them from the first one that the daemon sees.
+    # Let the daemon see all GPUs; otherwise clients would have to number them from the first one that it sees.
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
-        folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the name of a socket is limited
+        folder = tempfile.mkdtemp(prefix="openrlhf-mps-", dir="/tmp")  # short, because the paths of sockets are limited
         variables = {PIPES: folder, LOGS: folder}
         keeper = subprocess.Popen(
             [sys.executable, "-I", __file__, str(os.getpid())],

@@ -28,7 +28,7 @@ from openrlhf.rollout.ipc import check_allocator, share_memory
 from openrlhf.rollout.link import Link, LinkServer
 from openrlhf.rollout.sync_proof import RecordedWeights
 
-POLL_SECONDS = 0.001  # interval of checks whether a bucket has been sent; an answer ends the wait earlier
+POLL_SECONDS = 0.001  # seconds between checks for a sent bucket; an answer ends the wait earlier
 SECRET_BYTES = 32
 SHOWN = 8  # maximum receivers to name in a message
 
@@ -284,7 +284,7 @@ class BucketPipeline:
         self.sent_bytes += bucket.used
 
     def _next_answer(self) -> int:
-        """Return the number of answers that each receiver has given once it has answered the next message."""
+        """Return how many answers each receiver will have given once it has answered the next message."""
         self.sender.questions += 1
         return self.sender.questions
 

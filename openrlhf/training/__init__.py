@@ -10,8 +10,8 @@
       distributed, process_grid    several processes: collective operations, groups
       deepspeed*                   ZeRO, tensor parallelism
       fsdp*                        PyTorch's FSDP2
-      tensor_parallel              under FSDP: matrices divided by the plan of a model
-      expert_parallel              under FSDP: experts divided over processes
+      tensor_parallel              under FSDP: matrices split by the plan of a model
+      expert_parallel              under FSDP: experts split across processes
       compilation                  torch.compile for the layers of a decoder
       moving_average               an average of the weights, on their shards
       audit, host_memory           for all: check that all parameters learn; offload tensors during sleep

@@ -68,7 +68,7 @@ class Audit:
     def end(self, *, moved: bool = True) -> None:
         """Record the step; call after the step, with `moved=False` if it was skipped because gradients overflowed."""
         if self.audited and moved:
-            happened = torch.zeros(5, len(self.named))  # rows as in `ever`, and whether there is a signal
+            happened = torch.zeros(5, len(self.named))  # rows as in `ever`, then one for `has_signal`
             happened[4] = self.has_signal
             for number, nonzero in self.nonzero.items():
                 happened[0, number] = 1.0

@@ -90,7 +90,7 @@ def master_shard(parameter: ZeroParameter) -> Tensor | None:
 
 
 def flat_part(tensor: ZeroParameter) -> tuple[Tensor, Block]:
-    """Return this rank's part of a flattened tensor that ZeRO-3 has divided, or all of another tensor."""
+    """Return this rank's part of a flattened tensor that ZeRO-3 has sharded, or the whole of any other tensor."""
     if not hasattr(tensor, "ds_tensor"):
         return tensor.detach(), Block.whole(tensor.shape)
     group = tensor.ds_process_group

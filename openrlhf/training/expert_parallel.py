@@ -75,23 +75,23 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def exchange_of(module: nn.Module) -> ExpertExchange | None:
-    """Return the exchange of a module whose experts are divided; None for other modules."""
+    """Return the exchange of a module whose experts are split across processes; None for other modules."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, ExpertExchange) else None
 
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """The forward pass of experts that are divided over a group of processes."""
+    """The forward pass of experts that are split across a group of processes."""
 
     experts: Any  # the module of a Transformers model that holds this process's experts
     group: dist.ProcessGroup
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts [tokens, hidden].
+        """Return the weighted sum of the outputs of each token's experts, [tokens, hidden].
 
-        `top_k_index` and `top_k_weights` are [tokens, k], with the numbers that experts have in the whole model.
+        `top_k_index` and `top_k_weights` are [tokens, k]; experts are numbered as in the whole model.
         """
         tokens, k = top_k_index.shape
         size, held = dist.get_world_size(self.group), self.experts.num_experts

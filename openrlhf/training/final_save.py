@@ -55,7 +55,7 @@ def warn_if_replaced(config: TrainingConfig) -> None:
 
 
 def warn_of_model(flag: str, folder: Path, names: Sequence[str] = MARKERS) -> None:
-    """Print a line if the folder of a flag has one of the files, which show that there is a model."""
+    """Print a line if a flag's folder contains one of these files, by which a model is recognised."""
     if any((folder / name).exists() for name in names):
         say(f"--{flag} {folder} has a model, which this run will replace. Try: another --{flag} to keep it")
 

@@ -144,7 +144,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         return values
 
     def _batches(self, rows: Sequence[Row]) -> list[Prepared]:
-        """Collate this rank's share of `rows` into micro-batches, plus fillers so that all ranks have equally many."""
+        """Collate this rank's share of `rows` into micro-batches; fillers give all ranks the same number."""
         ranks, size = self.backend.data_parallel_size, self.batches.micro_train_batch_size
         mine = share(range(len(rows)), self.backend.rank, ranks)  # indices into `rows`
         batches = [self.collate([rows[place] for place in part]) for part in micro_batches(mine, size)]

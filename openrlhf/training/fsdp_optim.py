@@ -62,6 +62,6 @@ class ShardOptimizer(MasterOptimizer):
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         limit = self.flags.max_norm
-        if gradients and limit and norm + EPSILON > limit:  # also skipped if the norm is not a number
+        if gradients and limit and norm + EPSILON > limit:  # also false if the norm is NaN
             torch._foreach_mul_(gradients, limit / (norm + EPSILON))
         return norm

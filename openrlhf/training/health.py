@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 USUAL = 50  # recent steps that a gradient norm is compared with
-FEWEST = 20  # steps before the first comparison: at the start norms change quickly
+FEWEST = 20  # steps before the first comparison: norms change quickly at the start
 SPIKE = 20.0  # factor above the median of the recent norms; in healthy runs they vary by a factor of 2 to 5
 NEW_HIGH = 5.0  # factor above the highest recent norm; when learning begins, norms may triple at each step
-WINDOW = 100  # steps of a mean loss: ten times less noise than one batch
+WINDOW = 100  # steps that a mean loss covers: ten times less noise than one batch
 
 
 @dataclass

@@ -34,7 +34,7 @@ from openrlhf.training.prompt_format import PromptFormat
 from openrlhf.training.run_directory import SECRET, package_versions, shown_flags
 
 MakeCard = Callable[[], ModelCard]
-TRAINING_SECTION = "## Training"  # cards of converted models copy everything from this heading on
+TRAINING_SECTION = "## Training"  # cards of converted models copy the text that starts here
 # Flags that affect only where a run writes and reports.
 NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "use_trackio"}
 NOT_REPRODUCED |= {"push_to_hub", "hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
@@ -81,7 +81,7 @@ def training_card(
 ) -> ModelCard:
     """Return the card of a model that a run saves.
 
-    `folder` and `kind` are given if it is not the finished model: for the model of a checkpoint, or a critic.
+    Pass `folder` and `kind` if it is not the finished model, but the model of a checkpoint, or a critic.
     """
     kind = kind or kind_of(config)
     # A critic starts from --critic_pretrain or from a reward model.

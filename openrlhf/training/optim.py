@@ -32,9 +32,9 @@ Named = tuple[str, nn.Parameter]
 
 
 def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: float) -> Callable[[int], float]:
-    """Return a function that maps a step, counted from 0, to a factor on the peak learning rate.
+    """Return a function that maps a step, counted from 0, to the factor that multiplies the peak learning rate.
 
-    The first step of a warm-up has the factor zero, as in Transformers.
+    The factor of the first warm-up step is zero, as in Transformers.
     """
     from transformers import get_scheduler  # imported late: it imports PEFT and bitsandbytes, which is slow
 

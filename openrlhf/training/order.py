@@ -62,7 +62,7 @@ def share(items: Sequence[T], rank: int, ranks: int) -> list[T]:
 
 
 def num_micro_batches(num_items: int, ranks: int, micro_size: int) -> int:
-    """Return the number of micro-batches that every rank runs, which is the largest number that a rank needs."""
+    """Return the number of micro-batches that every rank runs: as many as the rank with the most rows needs."""
     return math.ceil(math.ceil(num_items / ranks) / micro_size)
 
 

@@ -65,7 +65,7 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
 
 
 def free_folders(config: TrainingConfig) -> dict[str, str]:
-    """Return the flags that let this run start next to another one, by the flag whose folder that run may be using.
+    """For each flag whose folder another run may be using, return the flags with which this run can start anyway.
 
     All runs of a command share the default --ckpt_path, as in OpenRLHF.
     """

@@ -3,7 +3,7 @@
 Transformers has a plan for most families, such as `layers.*.self_attn.q_proj: colwise`. A column-wise matrix gives each
 process some of the outputs (attention heads), and the row-wise matrix after it takes them as inputs and adds up the
 results of all processes. `TensorParallel` applies the plan with PyTorch's parallel styles, one layer at a time, before
-FSDP shards the resulting parts over the other processes, so a matrix is divided over a grid. With 4 processes and
+FSDP shards the resulting parts over the other processes, so a matrix is split across a grid. With 4 processes and
 --ds_tensor_parallel_size 2:
 
     matrix rows     [ upper half       ] [ lower half       ]      ranks 0 1 | 2 3    tensor-parallel peers

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_BYTES = 4 << 20  # per call; the caller asks again until nothing is left
+MOST_BYTES = 4 << 20  # maximum per call; the caller repeats the call until nothing is left
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_metrics(path: Path, since: Position = START) -> NewMetrics:
                 data += file.readline()
     except FileNotFoundError:
         return NewMetrics({}, Position(), restarted=since.offset > 0, more=False)
-    except OSError:  # for example, a network file system does not answer: keep the earlier points and ask again
+    except OSError:  # for example, a network file system does not answer: keep the earlier points and try again
         return NewMetrics({}, since, restarted=False, more=False)
     complete = data[: data.rfind(b"\n") + 1]
     curves: dict[str, Points] = {}

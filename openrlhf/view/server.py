@@ -26,8 +26,8 @@ from openrlhf.view.viewer import Viewer, to_json
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
-UPDATE_SECONDS = 1.0  # interval of searches for new samples
-SEARCH_SECONDS = 15.0  # interval of searches for new runs, which walk through the folders
+UPDATE_SECONDS = 1.0  # time between searches for new samples
+SEARCH_SECONDS = 15.0  # time between searches for new runs, which walk through the folders
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -63,7 +63,7 @@ def build_app(viewer: Viewer) -> FastAPI:
 
 
 def _add_answers(app: FastAPI, viewer: Viewer) -> None:
-    """Add the routes of the page's requests; functions without `async` run in threads, because files may be slow."""
+    """Add the routes that the page requests; functions without `async` run in threads, because reading may be slow."""
 
     @app.exception_handler(KeyError)
     @app.exception_handler(OverflowError)  # a number that SQLite cannot hold

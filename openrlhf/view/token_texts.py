@@ -30,9 +30,9 @@ class TokenTexts:
         self.tokenizer = _load(run)
 
     def decode(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token; joined, they are the text of all. None without a tokenizer.
+        """Return the text of each token; None without a tokenizer.
 
-        The text of a character that several tokens share belongs to the last of them.
+        Joined, the texts equal the text of all tokens. A character shared by several tokens belongs to the last one.
         """
         if self.tokenizer is None:
             return None
@@ -62,7 +62,7 @@ def _load(run: RunFolder) -> Tokenizer | None:
 
 
 def _tokenizer_files(run: RunFolder) -> Iterator[Path]:
-    """Yield the files where the run's tokenizer may be, best first."""
+    """Yield the paths at which the run's tokenizer may be, the best first."""
     config = run.config()
     yield run.folder.parent / TOKENIZER_FILE  # the run is in --save_path, which may have been moved
     for flag in FLAGS:

@@ -211,7 +211,7 @@ async def read_part(content: StreamReader, most: int) -> bytes:
 
 
 def entry(given: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Return an object inside another one; an empty one if there is none."""
+    """Return a nested object, or an empty one if there is none."""
     found = given.get(name) if isinstance(given, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
@@ -221,8 +221,8 @@ async def read_frames(socket: ClientWebSocketResponse) -> AsyncIterator[asyncio.
     """Read a socket in the background and yield the queue of its frames; the last one says that it is closed.
 
     aiohttp answers the server's pings only while the socket is being read, and the server closes a connection that does
-    not answer. A turn of the policy may take longer than the server waits. Of frames that were not requested,
-    only one is kept and one more is read, so that a server cannot fill the memory.
+    not answer. A turn of the policy may take longer than the server waits. At most one frame is queued and one more
+    is read ahead, so a server that sends frames without being asked cannot fill the memory.
     """
     frames: asyncio.Queue[WSMessage] = asyncio.Queue(1)
 

@@ -126,7 +126,7 @@ def write_limit(file: Path, value: int) -> None:
 
 
 def make_group(parent: Path, name: str, file: str) -> Path | None:
-    """Create a group; return None if this fails, or if no file has this prefix: the controller is then missing."""
+    """Create a group; return None if this fails, or if no file has this prefix because the controller is missing."""
     remove_abandoned(parent)
     folder = parent / name
     try:

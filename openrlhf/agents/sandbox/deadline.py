@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LoopUsage:
-    """The call that runs on a worker's event loop, and the running time of each call so far.
+    """The call that is running on a worker's event loop, and the running time of each call so far.
 
     Times are in seconds of the trainer's event-loop clock.
     """
@@ -26,14 +26,14 @@ class LoopUsage:
     by_call: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def switch(self, call: int | None, now: float) -> None:
-        """Record that `call` starts running now; None means that no call runs."""
+        """Record that `call` starts running now; None means that no call is running."""
         if self.running is not None:
             self.total += now - self.since
             self.by_call[self.running] += now - self.since
         self.running, self.since = call, now
 
     def used_by_others(self, call: int, now: float) -> float:
-        """Return the total seconds that calls other than `call` have run, up to now."""
+        """Return the total time in seconds for which calls other than `call` have run."""
         ongoing = now - self.since if self.running not in (None, call) else 0.0
         return self.total - self.by_call[call] + ongoing
 

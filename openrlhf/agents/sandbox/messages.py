@@ -100,7 +100,7 @@ class FileLoaded:
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call whose code runs on the worker's event loop from now on; None when the loop waits."""
+    """The call whose code is now running on the worker's event loop; None while the loop waits."""
 
     call: int | None
 

@@ -108,7 +108,7 @@ def make_root() -> list[str]:
 
 
 def copy_path(source: str, path: str) -> None:
-    """Bind a path of the old root into the new one, or copy it if it is a link; skip a path that exists there."""
+    """Bind-mount a path of the old root into the new one, or copy it if it is a link; do nothing if it exists there."""
     old = "/old" + source
     if not os.path.lexists(old) or os.path.lexists(path):
         return

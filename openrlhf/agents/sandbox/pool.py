@@ -141,7 +141,7 @@ class Pool:
             if call in self.queue:
                 self.queue.remove(call)
             for worker in self.workers:
-                if call.number in worker.calls:  # user code still runs
+                if call.number in worker.calls:  # its user code is still running
                     worker.fail(CallFailure("was given up", given_up=True))
                     del worker.calls[call.number]
             for _, request in call.requests.values():

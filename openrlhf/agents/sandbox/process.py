@@ -77,7 +77,7 @@ class WorkerProcess(WorkerHandle):
             )
         _, writer = await asyncio.open_unix_connection(sock=calls)
         reader, reply_writer = await asyncio.open_unix_connection(sock=replies)
-        self.writer = writer  # from here to the unsent messages without a pause: a later one must not overtake them
+        self.writer = writer  # no await before the unsent messages are written: a later one must not overtake them
         if self.killed:  # killed before its process id was known
             self.kill()
         else:

@@ -10,8 +10,8 @@ Status: TypeAlias = Literal["ok", "note", "warning", "broken"]
 class Diagnosis:
     """One line of the report.
 
-    A note is worth knowing, a warning matters for some runs, and `broken` means that no run works. The last two have a
-    fix.
+    A note is worth knowing, a warning matters for some runs, and `broken` means that no run works. The last two come
+    with a fix.
     """
 
     area: str

@@ -50,7 +50,7 @@ def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
 
 
 def texts_are_unicode(config: Templated) -> None:
-    """Reject text that no tokenizer takes: Python decodes bytes of another encoding to lone surrogates."""
+    """Reject text that no tokenizer accepts: Python decodes bytes of another encoding to lone surrogates."""
     for name, value in vars(config.template).items():
         try:
             str(value).encode()

@@ -68,7 +68,7 @@ def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]
 
 
 def paths_are_valid(config: object) -> None:
-    """Reject text that the system does not take as a path, such as a whole document or the home of an unknown user."""
+    """Reject text that cannot be a path, such as a whole document or the home of an unknown user."""
     for name, item in named_by(config, INPUT_FLAGS):
         try:
             Path(item).expanduser().stat()
