@@ -35,7 +35,7 @@ def test_a_matrix_that_does_not_take_effect_is_named(tied, tokenizer, monkeypatc
     change(network, 9)
     with monkeypatch.context() as patch:
         patch.setattr(vllm_layers, "pack_shared_weights", lambda model: None)
-        with pytest.raises(RolloutError, match=r"other values for 1 tensor: model\.embed_tokens\.weight"):
+        with pytest.raises(RolloutError, match=r"different values for 1 tensor: model\.embed_tokens\.weight"):
             send(engine, network)
     send(engine, network)
     assert gap(engine, network, tokenizer) < 1e-4
