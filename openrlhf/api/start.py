@@ -39,6 +39,7 @@ RUNS = {  # command -> module with `run`; other commands use SUPERVISED
     "init": "openrlhf.cli.starter.files",
     "doctor": "openrlhf.cluster.doctor.report",
 }
+SPIN_COUNT = "2000"  # microseconds instead of milliseconds; as fast as the default if no other program runs
 SUPERVISED, DRY_RUN = "openrlhf.training.supervised", "openrlhf.rl.dry_run"
 
 
@@ -65,6 +66,10 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
 
     In training runs, `sinks` receive every metric.
     """
+    # By default, a thread that waits for another one spins so long that two threads on two cores are up to 50 times
+    # slower while other programs run (docs/performance.md). libgomp reads the variable when torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     trains = isinstance(config, RLConfig | SupervisedConfig)
     is_dry = trains and config.run.dry_run
     try:

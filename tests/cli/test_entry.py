@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import openrlhf
+from openrlhf.api.start import prepare, run
 from openrlhf.cli.main import GROUPS, SUMMARIES, main
 from openrlhf.config.commands import COMMANDS
 from tests.warm import warm_python
@@ -123,6 +124,20 @@ def test_the_console_entry_prints_help_as_a_process():
     assert done.returncode == 0
     assert "--packing_samples" in done.stdout
     assert "--lora_dropout" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_waiting_threads_spin_briefly_unless_told_otherwise(given, count, monkeypatch, capsys):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # restores the environment after the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    run("init", prepare("init", ["--task", "sft"]))
+    assert capsys.readouterr().out
+    assert os.environ.get("GOMP_SPINCOUNT") == count
 
 
 def test_flags_are_parsed_and_checked_without_heavy_imports():
