@@ -129,9 +129,8 @@ class HFEngine:
         if batch is self.next_batch:  # the first of these calls to get here generates for all of them
             self.next_batch, hidden = GatheredRequests(), not self.shows_progress
             try:
-                with Progress(
-                    "generate", total=len(batch.requests), unit="response", hidden=hidden, brief=True
-                ) as progress:
+                most = sum(request.params.max_tokens for request in batch.requests)
+                with Progress("generate", total=most, unit="token", hidden=hidden, brief=True) as progress:
                     batch.completions.set_result(self.complete(batch.requests, progress=progress))
             except BaseException as error:  # noqa: BLE001 - each of these calls raises it
                 batch.completions.set_exception(error)
@@ -152,9 +151,11 @@ class HFEngine:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 completions |= finished
-                if progress and running:
-                    longest = max(len(row.token_ids) for row in running.rows)
-                    progress.show({"tokens of the longest": longest}, count=len(finished))
+                if progress and running:  # a response that has ended counts as if it had all the tokens it may have
+                    unfinished = [*running.rows, *waiting]
+                    left = sum(row.request.params.max_tokens - len(row.token_ids) for row in unfinished)
+                    count = progress.total - left - progress.done
+                    progress.show({"finished responses": len(completions)}, count=count)
                 if on_done:
                     for index, completion in finished.items():
                         on_done(index, completion)

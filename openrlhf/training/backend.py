@@ -27,6 +27,7 @@ from openrlhf.errors import BackendError
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import HiddenStates, Network, Requested, Teacher
 from openrlhf.models.plain import checkpoint_weights
+from openrlhf.monitor import Progress
 from openrlhf.training.atomic_folder import Ranks
 from openrlhf.training.fsdp_checkpoint import Block
 from openrlhf.training.host_memory import HostMemory, OffloadedWeights
@@ -179,14 +180,17 @@ class TrainBackend(Frozen, Ranks, ABC):
         totals = self._totals(micro_batches, on_device)
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
-        for batch in on_device:
-            loss, measured = objective.loss(self.run, batch, totals)  # contribution of this micro-batch
-            if batch.filler:
-                loss = loss * 0.0
-            else:
-                metrics.append(measured)
-            self.backward(loss)
-            losses.append(loss.detach())
+        hidden = self.device.type != "cpu"  # on a GPU, the loop only launches kernels
+        with Progress("update", total=len(on_device), unit="micro-batch", hidden=hidden, brief=True) as progress:
+            for batch in on_device:
+                loss, measured = objective.loss(self.run, batch, totals)  # contribution of this micro-batch
+                if batch.filler:
+                    loss = loss * 0.0
+                else:
+                    metrics.append(measured)
+                self.backward(loss)
+                losses.append(loss.detach())
+                progress.advance()
         if self.unchecked_steps and len(on_device) > 1:
             self.unchecked_steps -= 1
             self._check_share(float(losses[0]), on_device[0], objective, totals)

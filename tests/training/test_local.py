@@ -10,6 +10,7 @@ from bitsandbytes.nn import Linear4bit
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from openrlhf import monitor
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.config.sections.objectives import DirectPreferenceFlags
 from openrlhf.config.sections.training import OptimizerFlags
@@ -115,6 +116,17 @@ def test_splitting_a_step_changes_nothing(folder, case, packing):
         results.append((step.losses.sum(), gradients, torch.tensor(norm), metrics, weights_of(backend)))
     for other in results[1:]:
         assert_close(other, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_long_step_shows_its_progress(folder, monkeypatch, capsys):
+    monkeypatch.setattr(monitor, "PAUSE", 0.0)  # every micro-batch gets a line
+    backend = make_backend(folder)
+    objective, batches = prepare("sft", folder, backend, 2, packing=False)
+    capsys.readouterr()
+    backend.forward_backward(batches, objective)
+    lines = capsys.readouterr().err.splitlines()
+    expected = [f"openrlhf: update: micro-batch {number + 1} of {len(batches)}" for number in range(len(batches))]
+    assert [line.split(",")[0] for line in lines] == expected
 
 
 def test_sft_is_the_mean_over_all_target_tokens(folder):
