@@ -60,7 +60,7 @@ def is_text(value: object) -> bool:
 
 def describe_rows(flag: str, rows: object) -> str:
     """Describe a dataset in memory: its size, and a fingerprint that shows on resume whether the rows have changed."""
-    if isinstance(rows, Mapping):  # a DatasetDict
+    if isinstance(rows, Mapping) and all(isinstance(table, (Table, list)) for table in rows.values()):  # a DatasetDict
         return " and ".join(f"{split}: {describe_rows(flag, table)}" for split, table in rows.items())
     if isinstance(rows, list):
         lines = (json.dumps(row, sort_keys=True, default=repr) for row in rows)

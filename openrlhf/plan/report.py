@@ -71,7 +71,10 @@ def verdict(plan: Assessment) -> list[str]:
         lines += [f"  {one.flags:<45}{one.peak / GIB:>10.1f}" for one in found[:SHOWN]]
         chosen = remedy(plan)
         flags = " ".join(dict.fromkeys(one.flags for one in chosen))
-        lines.append(f"It fits with {flags}" if chosen else "No combination of these fits: use more or larger devices.")
+        nothing = (
+            "No combination of these fits. Try: shorter or fewer samples, a smaller model, or more or larger devices"
+        )
+        lines.append(f"It fits with {flags}" if chosen else nothing)
     return lines
 
 
