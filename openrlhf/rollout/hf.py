@@ -129,7 +129,8 @@ class HFEngine:
         if batch is self.next_batch:  # the first of these calls to get here generates for all of them
             self.next_batch, hidden = GatheredRequests(), not self.shows_progress
             try:
-                most = sum(request.params.max_tokens for request in batch.requests)
+                rounds = -(-len(batch.requests) // self.max_rows)
+                most = rounds * max((request.params.max_tokens for request in batch.requests), default=0)
                 with Progress("generate", total=most, unit="token", hidden=hidden, brief=True) as progress:
                     batch.completions.set_result(self.complete(batch.requests, progress=progress))
             except BaseException as error:  # noqa: BLE001 - each of these calls raises it
@@ -151,10 +152,8 @@ class HFEngine:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 completions |= finished
-                if progress and running:  # a response that has ended counts as if it had all the tokens it may have
-                    unfinished = [*running.rows, *waiting]
-                    left = sum(row.request.params.max_tokens - len(row.token_ids) for row in unfinished)
-                    count = progress.total - left - progress.done
+                if progress and running:  # each running row has got one more token
+                    count = min(1, progress.total - progress.done)
                     progress.show({"finished responses": len(completions)}, count=count)
                 if on_done:
                     for index, completion in finished.items():

@@ -180,7 +180,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         totals = self._totals(micro_batches, on_device)
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
-        hidden = self.device.type != "cpu"  # on a GPU, the loop only launches kernels
+        hidden = self.device.type != "cpu" or len(on_device) == 1  # on a GPU, the loop only launches kernels
         with Progress("update", total=len(on_device), unit="micro-batch", hidden=hidden, brief=True) as progress:
             for batch in on_device:
                 loss, measured = objective.loss(self.run, batch, totals)  # contribution of this micro-batch

@@ -318,12 +318,10 @@ def test_a_long_batch_shows_its_progress_if_asked_to(network, tokenizer, monkeyp
         asyncio.run(HFEngine(network, tokenizer, shows_progress=shows_progress).generate(asked))
         lines = capsys.readouterr().err.splitlines()
         assert bool(lines) == shows_progress
-    most = sum(request.params.max_tokens for request in asked)
-    assert lines[0].startswith(f"openrlhf: generate: token {len(asked)} of {most}, ")  # one of each response
+    most = max(request.params.max_tokens for request in asked)
+    for number, line in enumerate(lines, 1):
+        assert line.startswith(f"openrlhf: generate: token {number} of {most}, ")
     assert lines[0].endswith(" left, finished responses 0")
-    done = [int(line.split()[3]) for line in lines]
-    assert done == sorted(done)
-    assert most - max(request.params.max_tokens for request in asked) < done[-1] < most
 
 
 def test_calls_of_the_same_iteration_run_as_one_batch(network, tokenizer, monkeypatch):
