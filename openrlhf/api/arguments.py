@@ -58,9 +58,20 @@ def is_text(value: object) -> bool:
     return value is None or hasattr(value, "__fspath__") or isinstance(value, str)
 
 
+def has_columns(rows: Mapping[str, object]) -> bool:
+    """Return whether a mapping contains columns or other values, or nothing at all, instead of datasets."""
+
+    def is_dataset(value: object) -> bool:
+        if isinstance(value, Sequence):
+            return all(isinstance(row, Mapping) for row in value)
+        return hasattr(value, "__iter__")
+
+    return not rows or not all(map(is_dataset, rows.values()))
+
+
 def describe_rows(flag: str, rows: object) -> str:
     """Describe a dataset in memory: its size, and a fingerprint that shows on resume whether the rows have changed."""
-    if isinstance(rows, Mapping) and all(isinstance(table, (Table, list)) for table in rows.values()):  # a DatasetDict
+    if isinstance(rows, Mapping) and not has_columns(rows):  # a DatasetDict
         return " and ".join(f"{split}: {describe_rows(flag, table)}" for split, table in rows.items())
     if isinstance(rows, list):
         lines = (json.dumps(row, sort_keys=True, default=repr) for row in rows)
@@ -70,6 +81,6 @@ def describe_rows(flag: str, rows: object) -> str:
     else:
         raise ConfigError(
             f"{flag}= is a {type(rows).__name__}: expected a path, a list of dicts or a datasets.Dataset",
-            try_this=f"{flag}=list(rows)",
+            try_this=f"{flag}={'datasets.Dataset.from_dict' if isinstance(rows, Mapping) else 'list'}(rows)",
         )
     return f"{counted(len(rows), 'row')}; {fingerprint}"

@@ -111,7 +111,12 @@ def test_functions_are_named_and_two_of_the_same_name_stay_apart():
         ({"zero_stage": 9}, "--zero_stage is 9, but must be 0, 1, 2 or 3"),
         ({"zero_stage": "two"}, "--zero_stage: invalid int value: 'two'"),
         ({}, "--pretrain is not given"),
+        (
+            {"dataset": {"input": ["a"], "output": ["b"]}},
+            r"is a dict: expected .*Try: dataset=datasets.Dataset.from_dict",
+        ),
         ({"dataset": {"a": 1}}, "dataset= is a dict: expected"),
+        ({"dataset": {}}, "dataset= is a dict: expected"),
         ({"dataset": iter([])}, r"dataset= is a list_iterator: expected .* Try: dataset=list\(rows\)"),
         ({"reward": len}, "--reward is not a flag of this command"),
         ({"dataset": "in memory (3 rows; abc)"}, "exists only in the Python program that passed it"),
