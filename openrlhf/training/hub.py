@@ -126,7 +126,8 @@ def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
     try:
         yield
     except (HTTPError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: large files, hf_xet
-        words = ["openrlhf", "export", "--pretrain", str(folder), "--push_to_hub", flags.push_to_hub or ""]
+        words = ["HF_HUB_DISABLE_XET=1"] if "xet" in str(error).lower() else []  # some mirrors cannot receive that way
+        words += ["openrlhf", "export", "--pretrain", str(folder), "--push_to_hub", flags.push_to_hub or ""]
         words += ["--hub_private"] if flags.hub_private else []
         raise HubError(
             f"the upload to {flags.push_to_hub} failed: {reason_for(error)}. The model is complete in {folder}",

@@ -70,6 +70,13 @@ def test_a_failed_upload_of_a_large_file_says_why(hub, sft, capfd):
     assert "The model is complete in out. Try: openrlhf export --pretrain out --push_to_hub name" in error
 
 
+def test_a_hub_without_xet_gets_a_command_that_does_not_use_it(hub, sft, monkeypatch, capfd):
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)  # the stand-in has no such endpoint
+    with pytest.raises(SystemExit):
+        sft(push_to_hub="name")
+    assert "Try: HF_HUB_DISABLE_XET=1 openrlhf export --pretrain out --push_to_hub name" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["org/name", "name"])
 def test_a_private_model_is_not_uploaded_to_a_public_repository(hub, name, tmp_path, capfd):
     hub.files = {"org/name": {}, "someone/name": {}}
