@@ -38,7 +38,7 @@ def nearest_path(name: str) -> str | None:
     if existing is None:
         return None
     wrong, *rest = path.relative_to(existing).parts
-    for match in difflib.get_close_matches(wrong, sorted(item.name for item in existing.iterdir()), n=3):
+    for match in difflib.get_close_matches(wrong, sorted(item.name for item in existing.iterdir()), n=3, cutoff=0.75):
         if (existing / match).joinpath(*rest).exists():
             found = str((existing / match).joinpath(*rest))
             return found if looks_local(found) else f"./{found}"
