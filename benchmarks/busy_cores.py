@@ -1,4 +1,4 @@
-"""Seconds of a training step on a CPU while other programs use the cores, for several spin counts of OpenMP's threads.
+"""Milliseconds of a training step on a CPU while other programs use the cores, by the spin count of OpenMP's threads.
 
     python benchmarks/busy_cores.py [--busy 2] [--threads 2]
 
@@ -41,7 +41,8 @@ def train() -> None:
 
 
 def measure(spin_count: str, threads: int) -> str:
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environ = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environ |= {"OMP_NUM_THREADS": str(threads)}
     environ |= {} if spin_count == "default" else {"GOMP_SPINCOUNT": spin_count}
     command = [sys.executable, __file__, "--train"]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.strip()

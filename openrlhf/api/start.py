@@ -66,8 +66,8 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
 
     In training runs, `sinks` receive every metric.
     """
-    # By default, a thread that waits for another one spins so long that two threads on two cores are up to 50 times
-    # slower while other programs run (docs/performance.md). libgomp reads the variable when torch is imported.
+    # By default, a thread that waits for another one spins so long that two threads on two busy cores take 48 times as
+    # long as one thread (docs/performance.md). libgomp reads the variable when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     trains = isinstance(config, RLConfig | SupervisedConfig)

@@ -92,7 +92,7 @@ class Workload:
     scores_policy: bool = False  # the policy's log-probs are computed before training
     logs_entropy: bool = False
     moving_average: bool = False
-    resumable: bool = True  # writes checkpoints
+    resumable: bool = True  # may write checkpoints
     distils: bool = False
 
     @property
