@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,6 +59,14 @@ class Machine:
     def processes(self):
         """Return the pids of all processes with this folder in their environment."""
         return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self.belongs_here(path)]
+
+    def settled_processes(self):
+        """Return the pids once they no longer change: a process that has just been started shows no environment."""
+        before = None
+        while (found := self.processes()) != before:
+            before = found
+            time.sleep(0.5)
+        return found
 
     def belongs_here(self, path):
         try:

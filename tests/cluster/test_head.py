@@ -87,7 +87,7 @@ def steps(tmp_path):
 def test_a_run_ends_when_the_head_is_lost_and_resumes_on_a_new_head(machine, command, tmp_path):
     port = free_port()
     start_head(machine, port)
-    (tmp_path / "targets").write_text(" ".join(map(str, machine.processes())))
+    (tmp_path / "targets").write_text(" ".join(map(str, machine.settled_processes())))
     joined = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     assert_head_reported_lost(*run_to_end(machine, command, **joined))
     assert wait_until_gone(machine.processes())

@@ -18,6 +18,7 @@ class StandInEngine:
     def __init__(self, number):
         self.number = number
         self.cancelled = 0
+        self.waits = asyncio.Event()  # set once a request waits
         self.closed = False
 
     async def generate(self, requests):
@@ -39,6 +40,7 @@ class StandInEngine:
         return [Completion.of(request.prompt_token_ids, (), str(self.number), "stop", 0) for request in requests]
 
     async def _wait(self):
+        self.waits.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -48,6 +50,10 @@ class StandInEngine:
         """Report the number of cancelled requests, which is all that the tests want to know."""
         if self.cancelled:
             raise RolloutError(f"{self.cancelled} cancelled")
+
+    async def resume(self):
+        """Return once a request waits."""
+        await self.waits.wait()
 
     async def close(self):
         self.closed = True

@@ -64,9 +64,7 @@ def test_answers_and_errors_are_returned_unchanged(capfd):
         with pytest.raises(BackendError, match=r"^engine 0 \(process \d+\): ZeroDivisionError: by zero$"):
             await group.generate([request(FAILS)])
         waiting = asyncio.create_task(group.generate([request(WAITS)]))
-        while not group.engines[0].running:  # until the request is sent
-            await asyncio.sleep(0)
-        await process.call(EngineWorker.ping)  # by now the engine is working on it
+        await process.call(EngineWorker.resume)  # answered once the engine is working on the request
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
